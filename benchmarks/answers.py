@@ -1,15 +1,19 @@
-"""What the answer of a turn of 1,533 tokens costs: the client that reads it, and the vLLM that writes it.
+"""Measures what the answer to a turn of 1,533 sampled tokens costs the client that reads it and the vLLM that writes
+it.
 
-Two forms: vLLM's own, which names every token beside its logprob, and packed (`verbatim.inference.http.packed`).
+Two forms of the answer are compared: vLLM's own form, which names every token beside its logprob, and the packed form
+(`verbatim.inference.http.packed`).
 
-- `client`: microseconds of processor time for a turn, `HttpSampler.generate` with a prompt of 2,048 ids, 16 requests
-  under way; the server (in a process of its own) writes a fixed answer at once. `bytes` are those of the answer.
-- `server`: with `--python`, milliseconds of processor time for a turn in vLLM's API server (all its threads; the engine
-  is another process): reading the request, following 1,533 tokens, writing the answer. A tiny model, 16 requests
-  at once.
+- `client`: microseconds of processor time that `HttpSampler.generate` takes for a turn with a prompt of 2,048 ids,
+  while 16 requests are in flight. The server is a separate process that writes a fixed answer immediately. `bytes` is
+  the size of the answer.
+- `server` (only with `--python`): milliseconds of processor time for a turn in vLLM's API server, over all its threads:
+  reading the request, following 1,533 tokens, writing the answer. The engine is a different process and is not
+  included. The model is tiny, and 16 requests are in flight.
 
-The forms take turns; figures are medians over the rounds, `ratio` is vLLM's own over packed.
-Prints one JSON line. python benchmarks/answers.py [--python VLLM_ENVIRONMENT/bin/python]
+The two forms are measured in turns. Figures are medians over the rounds; `ratio` is the figure of vLLM's own form
+divided by that of the packed form. Prints one JSON line. python benchmarks/answers.py [--python
+VLLM_ENVIRONMENT/bin/python]
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ FORMS = ("vllm", "packed")
 
 
 def answer(form: str) -> bytes:
-    """A turn as vLLM 0.32 answers it."""
+    """The body of vLLM 0.32's answer to a turn, in one of the two forms."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, TOKENS, dtype=np.int32)
     logprobs = -rng.random(TOKENS, dtype=np.float32) * 3
@@ -92,7 +96,7 @@ def answer(form: str) -> bytes:
 
 
 def serve(port: Connection) -> None:
-    """Both answers, each on a port, until the process is ended."""
+    """Serve both forms of the answer, each on its own port, until the process is ended."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -106,7 +110,7 @@ def serve(port: Connection) -> None:
 
 
 async def read_turns(url: str, turns: int) -> float:
-    """Microseconds of processor time for a turn."""
+    """Request turns from the server; returns microseconds of processor time per turn."""
     sampler = HttpSampler(
         url, context_length=2**16, vocab_size=VOCAB, policy_version=0, ours=False, processed_logprobs=True
     )
@@ -119,8 +123,8 @@ async def read_turns(url: str, turns: int) -> float:
             assert len(found.ids) == TOKENS and found.logprobs is not None and found.stop_reason is StopReason.STOP
 
     gc.collect()
-    gc.freeze()  # what was imported is not looked through again
-    await asyncio.gather(*(read(1) for _ in range(AT_ONCE)))  # the connections
+    gc.freeze()  # later collections skip imported objects
+    await asyncio.gather(*(read(1) for _ in range(AT_ONCE)))  # opens the connections
     began = time.process_time()
     await asyncio.gather(*(read(turns // AT_ONCE) for _ in range(AT_ONCE)))
     took = time.process_time() - began
@@ -153,19 +157,19 @@ def figures(took: dict[str, list[float]], unit: str) -> dict[str, Any]:
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time of a process, all its threads."""
+    """The user and system time of a process in seconds, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def child_of(subreaper: int | None) -> int:
-    """The server that a subreaper started."""
+    """The process id of the server that a subreaper has started."""
     (server,) = Path(f"/proc/{subreaper}/task/{subreaper}/children").read_text().split()
     return int(server)
 
 
 async def measure_server(python: str, rounds: int) -> dict[str, Any]:
-    """Start a server, and have it answer in both forms."""
+    """Start a vLLM server, and measure its processor time for both forms."""
     with tempfile.TemporaryDirectory() as name:
         length = 2 * PROMPT
         texts = ["hello world 123\n", "a longer text\n"] * 20
@@ -198,7 +202,7 @@ async def measure_server(python: str, rounds: int) -> dict[str, Any]:
             for number in range(rounds + 1):
                 for form in FORMS:
                     seconds = await one_round(client, server, form)
-                    if number:  # the first one warms up
+                    if number:  # the first round warms up
                         took[form].append(seconds)
             await client.close()
         finally:
@@ -207,7 +211,7 @@ async def measure_server(python: str, rounds: int) -> dict[str, Any]:
 
 
 async def one_round(client: HttpClient, server: int, form: str) -> float:
-    """Milliseconds of the API server's processor time for a turn."""
+    """Send a round of requests; returns milliseconds of the API server's processor time per turn."""
     ids = np.random.default_rng(1).integers(0, 100, PROMPT, dtype=np.int32)
     request = SampleRequest(prompt_ids=ids, params=SamplingParams(max_tokens=TOKENS), seed=1)
     body = completions.request_body(request, "policy")
@@ -224,7 +228,7 @@ async def one_round(client: HttpClient, server: int, form: str) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=320, help="in one round, of the client's part")

@@ -1,11 +1,13 @@
-"""What vLLM's API server takes to build the answer of a turn of 1,533 tokens from what its engine returned.
+"""Measures how long vLLM's API server takes to build the answer to a turn of 1,533 tokens from the output of its
+engine.
 
-Milliseconds of processor time from the engine's last output to the bytes of the response, in two forms that take turns:
-vLLM's own, and packed by our middleware (`verbatim_vllm_answers`). Following the tokens one by one is not in it, which
-packed answers make cheaper too (`answers.py` measures the whole). Medians over the rounds.
+The figures are milliseconds of processor time from the engine's last output to the bytes of the response, as medians
+over the rounds. Two forms are measured in turns: vLLM's own, and the form packed by our middleware
+(`verbatim_vllm_answers`). The time to follow the tokens one by one is not included, although packed answers reduce it
+too; `answers.py` measures the whole answer.
 
-Runs in an environment with vLLM, and prints one JSON line:
-PYTHONPATH=src/verbatim/inference/vllm/plugin VLLM_ENVIRONMENT/bin/python benchmarks/answers_built.py
+Runs in a Python environment with vLLM, and prints one JSON line: PYTHONPATH=src/verbatim/inference/vllm/plugin
+VLLM_ENVIRONMENT/bin/python benchmarks/answers_built.py
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ TOKENS, ROUNDS, VOCAB = 1_533, 15, 151_936
 
 
 async def serve_tokens(self: Any, request: Any, raw_request: Any = None) -> Any:
-    """In the place of vLLM's: the engine has just returned its last output."""
+    """Replaces vLLM's method of this name: answer as if the engine had just returned its last output."""
 
     output = engine_output(request.sampling_params)
 
@@ -65,7 +67,7 @@ def engine_output(params: SamplingParams) -> RequestOutput:
 
 
 async def build(is_packed: bool) -> tuple[float, int]:
-    """Milliseconds, and bytes of the answer."""
+    """Build the answer once; returns the duration in milliseconds and the size in bytes."""
     serving = ServingTokens.__new__(ServingTokens)
     vars(serving).update(
         return_tokens_as_token_ids=False,
@@ -81,12 +83,12 @@ async def build(is_packed: bool) -> tuple[float, int]:
     raw.json = body
     request = GenerateRequest(token_ids=[1], sampling_params=SamplingParams(logprobs=0, max_tokens=TOKENS))
     answer = await serving.serve_tokens(request, raw)
-    written = JSONResponse(content=answer.model_dump()).body  # as vLLM's route does
+    written = JSONResponse(content=answer.model_dump()).body  # in the same way as vLLM's route
     return (time.process_time() - raw.began) * 1e3, len(written)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     ServingTokens.serve_tokens = serve_tokens
     assert verbatim_vllm_answers.install() is None
     found: dict[str, list[tuple[float, int]]] = {"vllm": [], "packed": []}

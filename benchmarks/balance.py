@@ -1,10 +1,11 @@
-"""Simulates dealing an optimizer step to ranks: for how much of the step they wait for each other.
+"""Simulates how an optimizer step is dealt to ranks, and computes the share of the step for which ranks wait for each
+other.
 
-Batches of 512 multi-turn trajectories with a long tail (log-normal between 1,000 and 64,000 tokens, median 8,000), one
-row each, are dealt as `verbatim.trainer.packing.ranks` deals them. The cost of a micro-batch is predicted from the
-shape of a model; ranks go through each pass together. Batches with a trajectory that costs more than a rank's share of
-the batch cannot be even: their trajectory alone is what the step waits for. They are counted, and left out of the mean.
-Prints one JSON line.
+Each batch has 512 multi-turn trajectories, one row each, whose lengths have a long tail (log-normal between 1,000 and
+64,000 tokens, median 8,000). Batches are dealt in the same way as by `verbatim.trainer.packing.ranks`. The cost of a
+micro-batch is predicted from the shape of a model, and ranks start each pass together. If one trajectory costs more
+than a rank's share of the batch, the step waits for this trajectory, however the batch is dealt. Such batches are
+counted, and left out of the mean. Prints one JSON line.
 
     python benchmarks/balance.py [--batches 20]
 """
@@ -25,7 +26,7 @@ from verbatim.trainer.packing.deal import Piece, deal, lock_step_time
 
 TRAJECTORIES, SHORTEST, LONGEST, MEDIAN, SIGMA = 512, 1_000, 64_000, 8_000, 1.0
 TRAINED = 0.3
-"""Share of the tokens that are targets."""
+"""Share of a trajectory's tokens that are targets of the loss."""
 RANKS = (8, 32, 64)
 MICRO_BATCH_TOKENS = (16_384, 65_536, 131_072, 262_144)
 MODELS = {
@@ -48,11 +49,11 @@ MODELS = {
         vocab_size=151_936,
     ),
 }
-"""Shapes of Qwen3 models: the smaller a model, the more of its work is attention."""
+"""The shapes of Qwen3 models. In a smaller model, attention is a larger share of the work."""
 
 
 def draw_batch(rng: np.random.Generator, cost: CostModel) -> list[Piece]:
-    """The trajectories of one batch."""
+    """Draw the trajectories of one batch."""
     drawn = np.exp(rng.normal(np.log(MEDIAN), SIGMA, 8 * TRAJECTORIES))
     lengths = drawn[(drawn >= SHORTEST) & (drawn <= LONGEST)][:TRAJECTORIES].astype(np.int64)
     costs = cost.runs(np.zeros_like(lengths), lengths, (TRAINED * lengths).astype(np.int64))
@@ -60,7 +61,7 @@ def draw_batch(rng: np.random.Generator, cost: CostModel) -> list[Piece]:
 
 
 def measure(cost: CostModel, num_ranks: int, most_tokens: int, num_batches: int) -> dict[str, float]:
-    """Figures of one setting."""
+    """Deal the batches for one setting; returns the figures."""
     rng = np.random.default_rng(0)
     idle, passes, seconds, uneven = [], [], [], 0
     for _ in range(num_batches):

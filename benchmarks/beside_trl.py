@@ -1,14 +1,15 @@
-"""Episodes per second of a whole training run beside TRL's GRPOTrainer, on the same job and the same machine.
+"""Compares the episodes per second of whole training runs with those of TRL's GRPOTrainer, on the same job and machine.
 
-The job (`beside_trl_job.py`): a game of four guesses as a class with `reset` and a tool, which TRL takes as its
-`environment_factory` and Verbatim as a `ToolClass`; groups of 16, 128 episodes a step, temperature 1. The model: Qwen3
-with 0.9M parameters (4 layers, width 128, untied), a plain byte-level tokenizer, and the chat template of Qwen3 as TRL
-ships it, warm-started on games. The learning rate is so small that every step has the same work. Makes an environment
-with TRL in `--venv`, where it is not there yet. The runs take turns; each figure is the median of the rounds.
+The job (`beside_trl_job.py`) is a game of four guesses, written as a class with `reset` and a tool. TRL takes the class
+as its `environment_factory`, and Verbatim takes it as a `ToolClass`. Groups have 16 episodes, steps have 128 episodes,
+and the temperature is 1. The model is a Qwen3 with 0.9M parameters (4 layers, width 128, untied embeddings), a plain
+byte-level tokenizer, and the chat template of Qwen3 that TRL ships. It is warm-started on games. The learning rate is
+so small that every step has the same amount of work. If `--venv` does not exist, a Python environment with TRL is
+created there. The runs take turns; each figure is the median over the rounds.
 
-With `--empty-thoughts` the model has been taught to begin each turn with an empty thinking block, as Qwen3 does in its
-non-thinking mode. Its template leaves such a block out of history. Ours then runs once more with
-`history = "template"`, where each prompt is rendered and so no turn extends the one before.
+With `--empty-thoughts`, the model is first taught to begin each turn with an empty thinking block, as Qwen3 does in its
+non-thinking mode. Qwen3's template leaves such blocks out of the history. Verbatim then also runs with `history =
+"template"`, which renders each prompt from scratch, so that no turn extends the turn before it.
 
 Prints one JSON line. Run: python benchmarks/beside_trl.py [--empty-thoughts] [--venv .venv-trl] [--rounds 3]
 """
@@ -42,12 +43,13 @@ HERE = Path(__file__).parent
 TEMPLATES = HERE.parent / "tests" / "models" / "renderers" / "data" / "trl_templates"
 PUBLISHED = "qwen3.jinja"
 WITH_BLOCKS = "qwen3_training.jinja"
-"""Writes an empty thinking block at the head of each turn that has no thought, whatever follows the turn."""
+"""A template that writes an empty thinking block at the start of each turn without a thought, whatever follows the
+turn."""
 LEVELS = {"synchronous": 0, "asynchronous": 1, "two_batches_ahead": 2}
-"""Our runs, with their `max_async_level`."""
+"""The `max_async_level` of each of Verbatim's runs, by the name of the run."""
 ANEW = "rendered_again"
 SKIPPED = 3
-"""First steps of a run, which compile, warm up and fill queues."""
+"""Number of first steps of a run that are left out, because they compile, warm up and fill queues."""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -83,7 +85,8 @@ def Game():
 
 
 def environment_with_trl(folder: Path) -> Path:
-    """The Python of an environment with TRL, and with torch and transformers at the releases that run here."""
+    """Create an environment with TRL if it is missing, and return its Python. Its torch and transformers are of the
+    same releases as in this environment."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -94,7 +97,8 @@ def environment_with_trl(folder: Path) -> Path:
 
 
 def make_model(folder: Path, taught_with: str, steps: int = 400) -> Path:
-    """The model, warm-started on what this template writes, as a Hugging Face folder with the published template."""
+    """Make the model as a Hugging Face folder. It is warm-started on games that the template `taught_with` renders; the
+    folder has the published template."""
     shown = conversations(2000, seed=0)
     template = (TEMPLATES / taught_with).read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(
@@ -146,7 +150,7 @@ optim = {{ lr = 3e-3, schedule = "cosine", warmup_steps = 20 }}
 
 
 def byte_pairs(text: str) -> Tokenizer:
-    """Byte-level BPE of 512 ids with the usual splitting into words."""
+    """Train a byte-level BPE tokenizer with 512 ids and the usual splitting into words."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,7 +170,7 @@ def search_path(folder: Path) -> str:
 
 
 def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verbatim") -> dict[str, Any]:
-    """Episodes per second of a run, and what it sampled."""
+    """Run Verbatim; returns episodes per second, and the metrics of what was sampled."""
     file = Path(tempfile.mkdtemp(dir=folder)) / "run.toml"
     file.write_text(RUN.format(steps=steps, model=model, level=level, history=history))
     run = file.parent / "run"
@@ -186,7 +190,7 @@ def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verb
 
 
 def theirs(folder: Path, python: Path, model: Path, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """The same of TRL."""
+    """Run TRL; returns the same figures as `ours`."""
     command = [python, HERE / "beside_trl_run.py", model, str(steps), device]
     with (folder / "trl.log").open("w") as log:
         told = subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True).stdout
@@ -200,7 +204,7 @@ def theirs(folder: Path, python: Path, model: Path, steps: int, device: str = "c
 
 
 def rendered_again(folder: Path, model: Path, steps: int) -> dict[str, Any]:
-    """Our runs where the template writes every prompt."""
+    """Run Verbatim with `history = "template"`, so that the template renders every prompt from scratch."""
     return {f"{side}_{ANEW}": ours(folder, model, steps, level, "template") for side, level in LEVELS.items()}
 
 

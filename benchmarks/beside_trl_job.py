@@ -1,6 +1,8 @@
-"""The job that `beside_trl.py` gives to both trainers: a game as a class with `reset` and a tool, as TRL takes it.
+"""Defines the job that `beside_trl.py` gives to both trainers: a game, written as a class with `reset` and a tool,
+which is the form that TRL accepts.
 
-Imports neither of them. After its guesses the agent says a last sentence, so an episode ends with both in the same way.
+This module imports neither of the two trainers. After its guesses, the agent says a last sentence, so that an episode
+ends in the same way in both trainers.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ TOOL: dict[str, Any] = {
 }
 
 TOOL_OF_TRL = {**TOOL, "function": {**TOOL["function"], "return": {"type": "string"}}}
-"""TRL's schema names the type of the answer too; the model learns both prompts."""
+"""The schema that TRL makes of the tool, which also names the type of the answer. The model learns both prompts."""
 
 
 class GuessTheNumber:
-    """One game."""
+    """One game of guessing a number."""
 
     def __init__(self) -> None:
         self.secret, self.left, self.is_found = 0, GUESSES, False
@@ -64,17 +66,18 @@ class GuessTheNumber:
         return f"The number is {where}. Guesses left: {self.left}."
 
     def get_reward(self) -> float:
-        """1 if the number was found."""
+        """Return 1 if the number was found, else 0."""
         return float(self.is_found)
 
 
 def rows() -> list[dict[str, Any]]:
-    """One example for each secret."""
+    """Return one example for each secret number."""
     return [{"prompt": OPENING, "secret": secret} for secret in range(LOW, HIGH + 1)]
 
 
 def conversations(count: int, seed: int) -> list[dict[str, Any]]:
-    """Games of a player who guesses anywhere in the range that is left: what the model is taught first."""
+    """Return games of a player who guesses any number in the remaining range. The model's warm start trains on these
+    games."""
     rng = random.Random(seed)
     both = (TOOL, TOOL_OF_TRL)
     return [{"messages": _conversation(rng), "tools": [tool]} for _ in range(count // 2) for tool in both]

@@ -1,6 +1,7 @@
-"""TRL's side of `beside_trl.py`; runs in an environment that has TRL and not Verbatim.
+"""Runs TRL for `beside_trl.py`, in a Python environment that has TRL but not Verbatim.
 
-python beside_trl_run.py MODEL STEPS DEVICE: prints one JSON line with the seconds of each step and what it sampled.
+`python beside_trl_run.py MODEL STEPS DEVICE` prints one JSON line with the duration of each step in seconds, and
+metrics of what the step sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EPISODES, GROUP, TURN = 128, 16, 48
 
 
 class Clock(TrainerCallback):
-    """When each step ended, and what the trainer logged of it."""
+    """Records when each step ended, and what the trainer logged about the step."""
 
     def __init__(self) -> None:
         self.ends, self.logs = [time.perf_counter()], list[dict[str, Any]]()

@@ -1,8 +1,9 @@
-"""Makes a run folder of any size: episodes played with the scripted sampler, written by the writers of a run.
+"""Makes a run folder of any size. The episodes are played with the scripted sampler, and written by the same code as in
+a run.
 
-128 episodes with tools are played once, through the rollout engine; every step then takes them again with logprobs,
-rewards, outcomes and ids of its own, and is written as a run writes it. By default 100,000 trajectories of about 1,650
-sampled tokens, 2 GB. Used by `benchmarks/viewer.py`; prints one JSON line when run by itself:
+128 episodes with tools are played once, through the rollout engine. Every step then reuses these episodes, with
+logprobs, rewards, outcomes and ids of its own. By default, the folder has 100,000 trajectories of about 1,650 sampled
+tokens, which take 2 GB. `benchmarks/viewer.py` uses this module. Run as a script, it prints one JSON line:
 
     python benchmarks/big_run.py FOLDER [--trajectories 100000]
 """
@@ -38,7 +39,7 @@ ENVIRONMENTS = ("library", "archive", "atlas")
 ROOT = Path(__file__).parents[1]
 _EVAL_EVERY, _EVAL_EPISODES = 50, 24
 _METRICS = 90
-"""Metrics of a step beside those that follow from its trajectories, as a run of several replicas has them."""
+"""Number of metrics per step in addition to those computed from the trajectories, as in a run with several replicas."""
 
 
 def look_up(subject: str) -> str:
@@ -51,7 +52,7 @@ def look_up(subject: str) -> str:
 
 
 def words() -> list[str]:
-    """Words of the documentation."""
+    """The words of a page of the documentation."""
     if not _WORDS:
         _WORDS.extend((ROOT / "docs" / "trajectories.md").read_text(encoding="utf-8").split())
     return _WORDS
@@ -62,24 +63,24 @@ _WORDS: list[str] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written."""
+    """The folder that was written, with its counts."""
 
     folder: Path
     trajectories: int
     steps: int
     sampled_tokens: int
     size: int
-    """Bytes of the outcome files."""
+    """Size of the outcome files in bytes."""
 
 
 def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajectory]:
-    """Episodes of a model that looks things up and then answers.
+    """Play episodes of a scripted model that calls the tool `look_up` in each turn and then answers.
 
     Args:
-        folder: Gets the tokenizer.
-        count: Episodes, in groups of `GROUP`.
-        turns: Of each, about.
-        length: Words of each turn.
+        folder: The folder into which the tokenizer is written.
+        count: Number of episodes, in groups of `GROUP`.
+        turns: Maximum number of turns per episode.
+        length: Number of words in each turn.
     """
     tokenizer = build_tokenizer([" ".join(words())] * 2, vocab_size=2048, context_length=65536)
     tokenizer.save_pretrained(folder / "model")
@@ -114,7 +115,7 @@ def play(folder: Path, *, count: int, turns: int, length: int) -> list[Trajector
 
 
 def outcomes_of(step: int, played: Sequence[Trajectory], draw: np.random.Generator) -> list[TrajectoryOutcome]:
-    """The outcomes of a step: the episodes with logprobs, rewards and ids of this step."""
+    """Make the outcomes of a step: the played episodes, with logprobs, rewards and ids of this step."""
     skill = 1 - math.exp(-step / 300)
     return [_outcome(step, place, each, skill, draw) for place, each in enumerate(played)]
 
@@ -163,7 +164,7 @@ def _outcome(step: int, place: int, played: Trajectory, skill: float, draw: np.r
 
 
 def metrics_of(step: int, outcomes: Sequence[TrajectoryOutcome], draw: np.random.Generator) -> dict[str, Any]:
-    """Metrics that follow from the trajectories, and as many others as a run has."""
+    """Make the metrics of a step: those computed from the trajectories, and as many further metrics as a run has."""
     rewards = [outcome.trajectory.reward for outcome in outcomes if outcome.trajectory.reward is not None]
     sampled = sum(outcome.trajectory.num_sampled_tokens for outcome in outcomes)
     trained = sum(outcome.num_trained_tokens for outcome in outcomes)
@@ -188,7 +189,7 @@ def metrics_of(step: int, outcomes: Sequence[TrajectoryOutcome], draw: np.random
 
 
 def write_run(folder: Path, *, trajectories: int, turns: int = 4, length: int = 182, seed: int = 0) -> Written:
-    """Write the run; about 1,650 sampled tokens for each trajectory by default."""
+    """Write the run folder. By default, each trajectory has about 1,650 sampled tokens."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     steps = max(1, trajectories // PER_STEP)

@@ -1,18 +1,20 @@
-"""What the next prompts of a dialogue of 128 turns cost: bridged from the ids before, or rendered anew each time.
+"""Measures what the prompts of a dialogue of 128 turns cost if each is bridged from the previous ids, or rendered from
+scratch.
 
-The dialogue is a user's question, then a call and its answer again and again, some 120 tokens a turn. All its prompts
-are made in four ways, one after the other, several times over:
+The dialogue is a user's question, followed by alternating tool calls and answers, with about 120 tokens per turn. All
+prompts of the dialogue are made in four ways, one way after the other, and this is repeated several times:
 
-- `bridge`: our renderer's bridge from the prompt and completion before;
+- `bridge`: our renderer's bridge from the previous prompt and completion;
 - `rerender`: our renderer from all messages;
 - `transformers`: the tokenizer's `apply_chat_template` of all messages, with a fast tokenizer;
-- `transformers_text`: the same without tokenising, so rendering alone.
+- `transformers_text`: the same without tokenising, that is, only the rendering.
 
-A bridge renders the conversation once, and tokenises what is new. Ratios are medians over the repeats;
-`bridge_milliseconds` are the processor times of the first bridge of a new renderer, of the 64th and of the last, the
-smallest of the repeats. Every bridged prompt is compared with the one that is rendered anew, id for id. `characters` is
-the text that was tokenised for a bridge. Templates are those of published models; the tokenizer's merges are learnt
-from the dialogue. Prints one JSON line for each template.
+A bridge renders the conversation once, and tokenises only the new part. Ratios are medians over the repeats.
+`bridge_milliseconds` has the processor times of a new renderer's first bridge, of its 64th and of its last bridge, each
+as the minimum over the repeats. Every bridged prompt is compared, id for id, with the prompt that is rendered from
+scratch. `characters_at_turn_8_and_last` has the numbers of characters that were tokenised for two of the bridges. The
+templates are those of published models; the merges of the tokenizer are learnt from the dialogue. Prints one JSON line
+for each template.
 
     python benchmarks/bridge.py [--turns 128] [--repeats 4]
 """
@@ -59,7 +61,7 @@ TOOLS = [
 
 
 def exchanges(number: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """(what the model says, what the tool answers)."""
+    """Make pairs of (message of the model, messages of the tool)."""
     pick = random.Random(0)
 
     def words(count: int) -> str:
@@ -78,7 +80,7 @@ def exchanges(number: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 def tokenizer_for(template: str, text: str) -> PreTrainedTokenizerFast:
-    """Byte-level merges learnt from the text, and the template's special tokens."""
+    """Make a byte-level tokenizer with merges learnt from the text, and with the special tokens of the template."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -108,16 +110,16 @@ class Meter:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the dialogue, and what follows it."""
+    """One turn of the dialogue, and the messages that follow it."""
 
     completion: Any
     answers: list[dict[str, Any]]
     messages: list[dict[str, Any]]
-    """All there are at the next prompt."""
+    """All messages of the next prompt."""
 
 
 def written(tokenizer: Any, dialogue: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[Turn]:
-    """The turns as the template itself writes them."""
+    """Make the turns of the dialogue with the completions that the template itself writes."""
     stop = "<|eot_id|>" if "<|eot_id|>" in tokenizer.chat_template else "<|im_end|>"
     messages, made = [QUESTION], []
     for said, answers in dialogue:
@@ -129,7 +131,8 @@ def written(tokenizer: Any, dialogue: Sequence[tuple[dict[str, Any], list[dict[s
 
 
 def bridged(renderer: Any, dialogue: Sequence[Turn], seconds: list[float] | None = None) -> list[Any]:
-    """Every prompt after the first, from the one before; what each of them took is added to `seconds`."""
+    """Bridge every prompt after the first from the previous prompt. The duration of each bridge is added to
+    `seconds`."""
     prompts = [renderer.render_ids([QUESTION], TOOLS)]
     for turn in dialogue:
         started = time.thread_time()
@@ -140,13 +143,13 @@ def bridged(renderer: Any, dialogue: Sequence[Turn], seconds: list[float] | None
 
 
 def text(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
-    """What `transformers` makes of messages."""
+    """Render messages with `transformers`."""
     how = {"tokenize": False, **how}
     return tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False, **how)
 
 
 def measure(name: str, turns: int, repeats: int) -> dict[str, Any]:
-    """One template's figures."""
+    """Run the benchmark for one template; returns its figures."""
     template = (TESTS / "data" / "trl_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     dialogue = exchanges(turns)
     tokenizer = tokenizer_for(template, json.dumps(dialogue))
@@ -191,7 +194,7 @@ def measure(name: str, turns: int, repeats: int) -> dict[str, Any]:
 
 
 def characters(tokenizer: Any, played: Sequence[Turn]) -> list[int]:
-    """What is tokenised for two of the bridges."""
+    """The numbers of characters that are tokenised for the 8th and for the last bridge."""
     renderer = create_renderer("template", tokenizer)
     prompts = [renderer.render_ids([QUESTION], TOOLS), *bridged(renderer, played)]
     meter, counts = Meter(renderer), []
@@ -204,7 +207,7 @@ def characters(tokenizer: Any, played: Sequence[Turn]) -> list[int]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=4)

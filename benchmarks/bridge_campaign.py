@@ -1,13 +1,13 @@
-"""Random dialogues against every chat template: is a bridge ever wrong, and how many turns are bridged?
+"""Tests bridges on random dialogues with every chat template: is a bridge ever wrong, and how many turns are bridged?
 
-For each template and dialogue, turns are sampled as the template itself would write them, messages are appended, and
-the bridge is compared, token for token, with what the template writes behind a turn that stands in for the sampled one.
-One JSON line per template.
+For each template and dialogue, turns are made as the template itself would write them, and messages are appended. The
+bridge is then compared, token for token, with the text that the template writes after a turn that stands in for the
+sampled turn. Prints one JSON line per template.
 
     python benchmarks/bridge_campaign.py [FOLDER] [--dialogues 10000] [--first-seed 0] [--only NAME ...]
     python benchmarks/bridge_campaign.py --document RESULTS.jsonl ...
 
-The second form adds up what earlier runs printed, and prints it as a table.
+The second form adds up the results that earlier runs have printed, and prints them as a table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = ("turns", "bridged", "broken")
 
 
 def campaign(name: str, template: str, seeds: range) -> CampaignCounts:
-    """Many dialogues for one template."""
+    """Check the dialogues of these seeds for one template; returns the counts."""
     tokenizer = byte_tokenizer(template)
     renderer = create_renderer("template", tokenizer)
     counts = CampaignCounts(name)
@@ -42,7 +42,7 @@ def campaign(name: str, template: str, seeds: range) -> CampaignCounts:
 
 
 def document(folder: Path, results: Sequence[Path]) -> str:
-    """The campaigns' figures, one row for each template."""
+    """The results of all campaigns as a Markdown table with one row per template."""
     total: dict[str, dict[str, Counter[str]]] = {}
     dialogues, wrong = Counter[str](), 0
     for line in (line for file in results for line in file.read_text(encoding="utf-8").splitlines()):
@@ -74,7 +74,7 @@ KINDS = {"tool": "tools' answers", "user": "a user's message", "tool+user": "bot
 
 
 def main() -> None:
-    """Run it."""
+    """Run a campaign, or print the table of earlier results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?", default=TESTS / "data" / "trl_templates")
     parser.add_argument("--dialogues", type=int, default=10_000)

@@ -1,7 +1,8 @@
-"""What continues and what does not, for chat templates of one's own: rows like those of benchmarks/notes/renderers.md.
+"""Prints, for a user's chat templates, a table of which turns can be bridged, with rows like those of
+benchmarks/notes/renderers.md.
 
-Each bridge is held against the rendering of a turn that stands in for the sampled one; what is wrong is printed below
-the table, and the exit status is 1.
+Each bridge is compared with the template's rendering of a turn that stands in for the sampled turn. Wrong bridges are
+printed below the table, and the exit status is then 1.
 
     python benchmarks/bridge_table.py FOLDER   # of *.jinja
 """
@@ -22,7 +23,7 @@ from verbatim.core.errors import EnvironmentFault, ModelError  # noqa: E402
 
 
 def main() -> int:
-    """The exit status: 0 where no bridge is wrong."""
+    """Print the table. Returns the exit status, which is 0 if no bridge is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds *.jinja")
     files = sorted(parser.parse_args().folder.glob("*.jinja"))
@@ -36,7 +37,7 @@ def main() -> int:
         try:
             print(bridge_kinds.table([name])[-1], flush=True)
             found, faults = bridge_kinds.faults_of(name)
-        except (ModelError, EnvironmentFault) as error:  # it cannot write one question
+        except (ModelError, EnvironmentFault) as error:  # the template cannot render even one question
             refused[name] = error
             continue
         num_bridges += found

@@ -1,18 +1,20 @@
-"""How many servers one orchestrator drives: its real loop, dispatcher, ledger, groups and routing, on simulated
-servers.
+"""Measures how many servers one orchestrator can drive, with its real loop, dispatcher, ledger, groups and routing, on
+simulated servers.
 
-Time is virtual (`cluster_clock.py`): servers (`cluster_server.py`), episodes and tools (`cluster_episodes.py`) and the
-trainer (`cluster_trainer.py`) are simulated, everything between them is the code of a run (`cluster_simulation.py`).
-Servers draw tokens as published figures say of an 8B model on an H100, hold prefixes, load weights, fail and come back;
-tools have long tails. Compared with is what the same servers could do (`cluster_ideal.py`).
+Time is virtual (`cluster_clock.py`). Servers (`cluster_server.py`), episodes and tools (`cluster_episodes.py`) and the
+trainer (`cluster_trainer.py`) are simulated; everything between them is the code of a real run
+(`cluster_simulation.py`). Servers sample tokens at the published speed of an 8B model on an H100, cache prefixes, load
+weights, fail and recover. The durations of tools have long tails. The result is compared with the throughput that the
+same servers could have at best (`cluster_ideal.py`).
 
-The processor is either free (`--core free`: what the rules allow), or one core of this machine (`--core one`: virtual
-time moves on while the code computes; `--core wire` adds what the HTTP client costs for each message). What is not in
-it: the template of a conversation, tokens themselves (ids are `SCALE` times shorter), and the trajectory log.
+With `--core free`, the processor time of the code costs no virtual time, so that only the scheduling rules limit the
+throughput. With `--core one`, the code runs on one core of this machine: virtual time passes while the code computes.
+`--core wire` adds the cost of the HTTP client for each message. Not included are the rendering of conversations, the
+full number of tokens (sequences of ids are `SCALE` times shorter), and the trajectory log.
 
-Prints one JSON line for each row, then a table; how far it is and what it saw so far goes to stderr. The whole of it
-takes half an hour of one core and 8 GB of memory, `--short` three minutes.
-Run: python benchmarks/cluster.py [--short] [--servers 1 10 100 1000] [--core free one wire]
+Prints one JSON line for each row, then a table. The progress and the figures so far are printed to stderr. A full run
+takes half an hour on one core and 8 GB of memory; `--short` takes three minutes. Run: python benchmarks/cluster.py
+[--short] [--servers 1 10 100 1000] [--core free one wire]
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from cluster_stacks import sampled_stacks
 
 
 def simulate(setting: Setting) -> dict[str, Any]:
-    """One row, as figures by name."""
+    """Simulate one row of the table; returns its figures by name."""
     before, began = memory(), time.thread_time()
     with virtual_runner(0.0 if setting.core == "free" else 1.0) as runner, sampled_stacks() as stacks:
 
@@ -45,7 +47,7 @@ def simulate(setting: Setting) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Simulate and print."""
+    """Simulate all rows and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--per-server", type=int, default=100, help="episodes at once on each server")

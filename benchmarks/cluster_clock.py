@@ -1,12 +1,13 @@
-"""An event loop on virtual time: it jumps to the next event, and may be charged for the processor time of the code.
+"""Defines an event loop on virtual time. Time jumps to the next event, and may also advance with the processor time of
+the code.
 
-`cluster.py` runs the orchestrator on it. What is simulated (servers, tools, the trainer) happens inside `select` or
-`uncharged`, outside of the code that is measured. With `charge = 0` the processor is infinitely fast. With `charge = 1`
-virtual time also moves on with the processor time of everything else: one core of this machine runs the orchestrator,
-and nothing beside it.
+`cluster.py` runs the orchestrator on this loop. The simulated parts (servers, tools, the trainer) run inside `select`
+or `uncharged`, separate from the code that is measured. With `charge = 0`, the processor is infinitely fast. With
+`charge = 1`, virtual time also advances by the processor time of the measured code, as if one core of this machine ran
+the orchestrator and nothing else.
 
-The processor's clock is read where the code ends and what is simulated begins, and the other way round, several times
-for each turn: `time()` stands still in between.
+The processor's clock is read whenever execution changes between measured code and simulated parts, which happens
+several times per turn. Between two readings, `time()` stands still.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 
 class Uncharged:
-    """A context manager for simulated work on the loop's thread, whose processor time is not that of the code."""
+    """A context manager for simulated work on the loop's thread. The processor time in the block is not counted as that
+    of the measured code."""
 
     __slots__ = ("_loop",)
 
@@ -39,12 +41,13 @@ class Uncharged:
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose `time()` is virtual.
 
-    Calls of `run_in_executor` run at once on the loop's thread. Where the processor is charged, their result comes when
-    two threads that share one core would have it, and the loop is half as fast until then.
+    Calls of `run_in_executor` run immediately on the loop's thread. If processor time is charged, their result is
+    delivered at the time at which two threads that share one core would have it, and the loop runs at half speed until
+    then.
 
     Args:
-        charge: Virtual seconds for each second of processor time: 0 or 1.
-        clock: The processor time of this thread, in seconds.
+        charge: Virtual seconds that pass for each second of processor time: 0 or 1.
+        clock: Returns the processor time of this thread in seconds.
     """
 
     def __init__(self, charge: float = 0.0, clock: Callable[[], float] = thread_time) -> None:
@@ -53,13 +56,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = clock
         self._counted = clock()
         self.code_seconds = 0.0
-        """Processor time of the code that runs on the loop, since it was made."""
+        """Processor seconds of the measured code since the loop was created."""
         self.simulated_seconds = 0.0
-        """Processor time of what is simulated."""
+        """Processor seconds of the simulated parts."""
         self.thread_seconds = 0.0
-        """Processor time of calls on threads."""
+        """Processor seconds of calls that would run on other threads."""
         self.wire_seconds = 0.0
-        """Processor time that messages would have taken, as told by `spend`."""
+        """Processor seconds that messages would have taken, as reported to `spend`."""
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = itertools.count()
         self._busy_threads = 0
@@ -67,34 +70,34 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Selector(self))
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """The virtual time in seconds."""
         return self._now
 
     def count_code(self) -> None:
-        """What ran since the last count was the code."""
+        """Count the processor time since the last count as time of the measured code."""
         now = self._clock()
         seconds, self._counted = now - self._counted, now
         self.code_seconds += seconds
         self._now += self._rate * seconds
 
     def count_simulated(self) -> None:
-        """What ran since the last count was simulated."""
+        """Count the processor time since the last count as time of the simulated parts."""
         now = self._clock()
         self.simulated_seconds += now - self._counted
         self._counted = now
 
     def spend(self, seconds: float) -> None:
-        """A message whose processor time is known, and is not spent here."""
+        """Count the known processor time of a message, which this process does not really spend."""
         self.wire_seconds += seconds
         if self.charge:
             self._now += self._rate * seconds
 
     def at(self, when: float, happen: Callable[[Any], None], what: Any = None) -> None:
-        """Call `happen(what)` at this virtual time, outside of the code that is measured."""
+        """Schedule a call of `happen(what)` at this virtual time, as a simulated part."""
         heapq.heappush(self._events, (when, next(self._order), happen, what))
 
     def sleep(self, seconds: float) -> asyncio.Future[None]:
-        """To be awaited: a wait of something that is simulated."""
+        """Return a future that is done after this number of virtual seconds, for waits of simulated parts."""
         done = self.create_future()
         self.at(self._now + seconds, _finish, done)
         return done
@@ -124,7 +127,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._rate = self.charge * (2 if self._busy_threads else 1)
 
     def wait(self, timeout: float | None) -> None:
-        """Let time pass until a timer of the loop or a simulated event is due, and let those events happen."""
+        """Advance time until a timer of the loop or a simulated event is due, and run the simulated events that are
+        due."""
         until = None if timeout is None else self._now + timeout
         self.count_code()
         if until is None or until > self._now:
@@ -140,7 +144,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """No file is ever ready: calls on threads run at once, so no thread wakes the loop."""
+    """A selector in which no file is ever ready. No thread needs to wake the loop, because all calls run on its own
+    thread."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -157,7 +162,7 @@ def _finish(done: asyncio.Future[None]) -> None:
 
 
 def running() -> VirtualLoop:
-    """The virtual loop that runs."""
+    """The running event loop, which must be a `VirtualLoop`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop
@@ -165,6 +170,6 @@ def running() -> VirtualLoop:
 
 @contextmanager
 def virtual_runner(charge: float, clock: Callable[[], float] = thread_time) -> Iterator[asyncio.Runner]:
-    """A runner of coroutines on virtual time; `charge` and `clock` as those of `VirtualLoop`."""
+    """Yield a runner of coroutines on virtual time. `charge` and `clock` are those of `VirtualLoop`."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(charge, clock)) as runner:
         yield runner

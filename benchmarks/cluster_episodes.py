@@ -1,4 +1,5 @@
-"""Simulated episodes: an environment whose tool takes a while, and a renderer by lengths alone."""
+"""Defines simulated episodes: an environment whose tool takes some time, and a renderer that only produces the right
+lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from verbatim.models.renderers.renderer import ParsedResponse
 
 
 class SimulatedTool:
-    """A tool whose answer takes a while."""
+    """A tool that answers after the time that the episode's script says."""
 
     name = "work"
     schema: Mapping[str, Any] = {
@@ -36,7 +37,7 @@ class SimulatedTool:
 
 
 class Errand(Episode):
-    """An episode with one tool."""
+    """An episode with one simulated tool."""
 
     messages = ({"role": "user", "content": "run the errand"},)
 
@@ -56,7 +57,7 @@ class Errand(Episode):
 
 
 class Errands:
-    """The environment."""
+    """The environment of the simulated episodes."""
 
     def __init__(self, world: World, num_examples: int = 4096) -> None:
         self._world = world
@@ -71,7 +72,7 @@ class Errands:
 
 
 class StandInRenderer:
-    """Renders by lengths alone; what rendering costs is measured elsewhere."""
+    """Renders prompts of the right lengths without content. The cost of rendering is measured elsewhere."""
 
     name = "stand-in"
     stop_token_ids: tuple[int, ...] = ()

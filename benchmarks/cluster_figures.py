@@ -1,4 +1,4 @@
-"""The figures of a simulated run: of any stretch of it, and of its measured steps."""
+"""Computes the figures of a simulated run, for any period between two moments and for the measured steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cluster_simulation import Mark, Simulation
 
 
 def memory() -> int:
-    """Bytes of this process in memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def of_stretch(simulation: Simulation, first: Mark, last: Mark) -> dict[str, float]:
-    """What was done between two moments."""
+    """The figures of the period between two moments."""
     seconds, turns = max(1e-9, last.at - first.at), last.turns - first.turns
     code = last.code - first.code
     return {
@@ -34,7 +34,7 @@ def of_stretch(simulation: Simulation, first: Mark, last: Mark) -> dict[str, flo
 
 
 def figures(simulation: Simulation, memory_used: int) -> dict[str, Any]:
-    """What came of the measured steps."""
+    """All figures of a row of the table, for the measured steps."""
     setting, notes = simulation.setting, simulation.notes
     measured = slice(setting.warm_up, setting.warm_up + setting.steps)
     first, last = notes.marks[setting.warm_up - 1], notes.marks[measured][-1]
@@ -107,7 +107,7 @@ COLUMNS = (
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a table in Markdown."""
+    """The rows as a Markdown table."""
     lines = [[name for name, _, _ in COLUMNS], ["---"] * len(COLUMNS)]
     lines += [[how.format(row[key]) for _, key, how in COLUMNS] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,13 +1,14 @@
-"""The throughput that simulated servers could have, worked out without the simulation: what `cluster.py` compares
-with.
+"""Computes, without a simulation, the best throughput that the simulated servers could have. `cluster.py` compares its
+results with it.
 
-Each server has its share of the episodes, all the time. An episode samples a turn, then waits for a tool. With n of
-them in the batch, a decode step takes `step + step_per_request * n`, and prompt tokens that are new are computed at
-`prefill` tokens per second while decoding stands still. So a server ends X = n / (tokens * step(n) + n * new_tokens /
-prefill) turns a second, and n + X * tool_seconds is its share of the episodes (Little's law): that gives n.
+Each server always has an equal share of the episodes. An episode samples a turn, then waits for a tool. With n requests
+in a server's batch, a decode step takes step(n) = `step + step_per_request * n` seconds. New prompt tokens are computed
+at `prefill` tokens per second, and decoding stands still meanwhile. So a server completes X = n / (tokens * step(n) + n
+* new_tokens / prefill) turns per second. By Little's law, its share of the episodes is n + X * tool_seconds, which
+determines n.
 
-Published weights cost every server a pause, and its prefix cache: the contexts of its episodes are computed once more.
-So much of the time between two steps is lost to any orchestrator that loads every version.
+Each time weights are published, every server pauses, and loses its prefix cache, so that the contexts of its episodes
+are computed again. Any orchestrator that loads every version loses this much of the time between two steps.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from cluster_world import Curve
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What a turn is like on average."""
+    """Averages over turns and episodes."""
 
     tokens: float
-    """Sampled tokens."""
+    """Mean number of sampled tokens per turn."""
     new_tokens: float
-    """Tokens of the prompt that no earlier turn computed."""
+    """Mean number of prompt tokens per turn that no earlier turn has computed."""
     context: float
-    """Tokens of an episode at a random turn."""
+    """Mean number of prompt tokens of a turn."""
     tool: float
-    """Seconds in a tool."""
+    """Mean number of seconds per turn in a tool."""
     turns: float
-    """Turns of an episode."""
+    """Mean number of turns per episode."""
 
 
 def means(tables: Tables, episodes: int = 4096) -> Means:
-    """Over as many episodes."""
+    """Compute the averages over this number of episodes."""
     tokens, contexts, new, tools, turns = 0, 0, 0, 0.0, 0
     for seed in range(1, episodes + 1):
         script = Script(tables, seed)
@@ -58,7 +59,7 @@ def means(tables: Tables, episodes: int = 4096) -> Means:
 
 
 def turns_per_second(episodes: float, curve: Curve, mean: Means) -> float:
-    """What one server with so many episodes completes."""
+    """The number of turns per second that one server with this number of episodes completes."""
 
     def rate(n: float) -> float:
         return n / (mean.tokens * (curve.step + curve.step_per_request * n) + n * mean.new_tokens / curve.prefill)
@@ -73,15 +74,16 @@ def turns_per_second(episodes: float, curve: Curve, mean: Means) -> float:
 
 
 def ideal(servers: int, episodes: int, batch: int, curve: Curve, mean: Means, *, update: float) -> tuple[float, float]:
-    """Sampled tokens per second of all servers: with the cost of updates, and if weights never changed.
+    """The sampled tokens per second of all servers together, as a pair: with the cost of weight updates, and without
+    updates.
 
     Args:
-        servers: Servers.
-        episodes: Episodes at once, on all of them.
-        batch: Episodes of a step: an update follows each.
-        curve: A server's speed.
-        mean: What a turn is like.
-        update: Seconds of a pause.
+        servers: Number of servers.
+        episodes: Number of concurrent episodes, on all servers together.
+        batch: Number of episodes in a training step. A weight update follows each step.
+        curve: The speed of a server.
+        mean: The averages of the workload.
+        update: Seconds for which an update pauses a server.
     """
     share = episodes / servers
     never = servers * turns_per_second(share, curve, mean)

@@ -1,4 +1,5 @@
-"""Says on stderr how far a simulation is, so that a run of ten minutes that is killed has said what it saw."""
+"""Prints the progress of a simulation to stderr, so that the figures so far are known even if the benchmark is
+killed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from cluster_simulation import Mark, Simulation
 
 
 class Progress:
-    """Prints a JSON line every `interval` seconds, of what was done since the line before, and one for each step, of
-    what was done in it. The first lines are of episodes that all began together: `share_of_ideal` is low there."""
+    """Prints a JSON line every `interval` seconds, with the figures since the previous such line, and a JSON line after
+    each step, with the figures of this step. `share_of_ideal` is low in the first lines, because all episodes have
+    begun at the same time."""
 
     def __init__(self, interval: float = 20.0) -> None:
         self._interval = interval

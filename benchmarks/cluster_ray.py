@@ -1,9 +1,11 @@
-"""What one driver can hold of rollouts on Ray actors: its processor time for a turn and an episode, and its memory.
+"""Measures how many rollouts on Ray actors one driver can handle: its processor time per turn and per episode, and its
+memory.
 
-The actors play guess_number and ask the driver for every turn, whose sampler answers after a while; so the driver has
-one request of HTTP for each turn, and one call of Ray for each episode. Measured is the driver's process, all its
-threads, at several numbers of episodes under way. `turns_per_core` is what one core of it carries; the number of
-servers that is enough for is that over the turns of a server in benchmarks/scale.md.
+The actors play guess_number and request every turn from the driver, whose sampler answers after a delay. So the driver
+handles one HTTP request per turn, and one Ray call per episode. The driver's process is measured, with all its threads,
+at several numbers of concurrent episodes. `turns_per_core` is the number of turns per second that one core of the
+driver can handle. Divided by the turns per second of one server (benchmarks/scale.md), it gives the number of servers
+that one core can serve.
 
 Prints one JSON line for each number. Run: python benchmarks/cluster_ray.py [--workers 2] [--episodes 64 512 2048]
 """
@@ -28,7 +30,7 @@ from verbatim.rollouts.ray.runner import ray_runner
 
 
 class Slow(ScriptedSampler):
-    """Answers after a while."""
+    """A sampler that answers after `seconds`."""
 
     seconds = 0.2
 
@@ -38,12 +40,13 @@ class Slow(ScriptedSampler):
 
 
 def memory() -> int:
-    """Bytes of this process in memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 async def play(bench: Bench, player: EpisodeRunner, count: int, index: int) -> tuple[int, int]:
-    """So many episodes at once: their turns, and the most memory seen meanwhile."""
+    """Play `count` episodes concurrently; returns their number of turns, and the highest memory in bytes that was seen
+    meanwhile."""
     setup = RolloutSetup(
         env="guess_number",
         environment=bench.environment,
@@ -65,7 +68,7 @@ async def play(bench: Bench, player: EpisodeRunner, count: int, index: int) -> t
 
 
 async def measure(folder: Path, workers: int, counts: list[int]) -> None:
-    """Print a line for each number of episodes."""
+    """Run the benchmark, and print one line for each number of episodes."""
     bench = Bench(folder)
     bench.sampler = Slow(script=bench.sampler.script, vocab_size=bench.sampler.vocab_size, context_length=2048)
     inputs = RunnerInputs(
@@ -95,7 +98,7 @@ async def measure(folder: Path, workers: int, counts: list[int]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 512, 2048])

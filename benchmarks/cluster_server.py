@@ -1,4 +1,4 @@
-"""A simulated inference server: batches continuously, holds prefixes, loads weights, fails and dies."""
+"""Defines a simulated inference server, which batches continuously, caches prefixes, loads weights, fails and dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verbatim.inference.sampler import Completion, SampleRequest
 
 
 class _Running:
-    """A request in a server's batch."""
+    """A request in a server's batch or queue."""
 
     __slots__ = ("begin", "done", "end", "is_over", "length", "session")
 
@@ -34,8 +34,8 @@ class _Running:
 class Server:
     """A simulated server: a `Replica` that batches continuously, as vLLM does.
 
-    All requests in its batch advance by one token in a step, so `_work` counts steps, and a request ends when as many
-    have passed as it has tokens.
+    All requests in its batch advance by one token per decode step. `_work` counts the steps; a request ends once the
+    number of steps since its beginning equals its number of tokens.
     """
 
     def __init__(self, world: World, index: int, version: int = 0) -> None:
@@ -141,7 +141,7 @@ class Server:
         return (curve.step + curve.step_per_request * self._num) * self._slower
 
     def _advance(self) -> None:
-        """Bring the batch to now."""
+        """Advance the batch to the current time."""
         now = self._loop.time()
         passed, self._at = now - self._at, now
         if self._paused or not self._num or passed <= 0:
@@ -204,7 +204,7 @@ class Server:
             self._stall = 0.0
 
     def _leave(self, running: _Running) -> float:
-        """A request is cut off; the tokens that it had."""
+        """Remove a request that was cut off; returns the number of tokens that it had sampled."""
         if running.is_over or self.is_dead:
             return 0.0
         self._advance()
@@ -240,7 +240,7 @@ class Server:
         self._world.told += num
         return num
 
-    # ---- its end
+    # ---- the end of a server
 
     def _refuse_if_dead(self) -> None:
         if self.is_dead:

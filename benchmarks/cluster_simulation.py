@@ -1,4 +1,5 @@
-"""One simulated run: the orchestrator as `run/training_run.py` makes it, with simulated parts at its edges."""
+"""Simulates one run: the orchestrator is built as in `run/training_run.py`, but with simulated servers, episodes and
+trainer."""
 
 from __future__ import annotations
 
@@ -31,30 +32,31 @@ from verbatim.run.orchestrator.loop import Orchestrator
 from verbatim.run.orchestrator.schedule import RunSchedule
 
 WIRE = {"generate": 160e-6, "health": 200e-6, "load_metrics": 300e-6, "prompt_logprobs": 300e-6}
-"""Processor seconds that the HTTP client takes for a message: of a turn, to write a request with 2,048 ids and to read
-a packed answer of 1,533 tokens with their logprobs (`answers.py`)."""
+"""Processor seconds that the HTTP client takes for a message, by kind. For a turn (`generate`), it writes a request
+with 2,048 ids and reads a packed answer of 1,533 tokens with their logprobs (`answers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row."""
+    """The settings of one row of the table."""
 
     servers: int
     per_server: int = 100
-    """Episodes at once, for each server."""
+    """Number of concurrent episodes per server."""
     group: int = 16
     batch_share: float = 0.5
-    """Episodes of a batch, as a share of those at once."""
+    """Number of episodes in a batch, as a share of the concurrent episodes."""
     level: int = 4
     bound: int = 8
-    """max_async_level and max_off_policy_steps."""
+    """`max_async_level` (`level`) and `max_off_policy_steps` (`bound`) of the run."""
     core: str = "free"
-    """Whose processor time counts: "free", "one", "wire"."""
+    """The processor time that counts: "free" for none, "one" for that of the code, "wire" for that of code and HTTP
+    client."""
     warm_up: int = 3
     steps: int = 4
-    """Steps before those that are measured, and those."""
+    """Number of steps before the measurement (`warm_up`), and of measured steps (`steps`)."""
     train_share: float = 0.6
-    """Seconds of a training step, as a share of the time in which the servers sample a batch."""
+    """Duration of a training step, as a share of the time in which the servers sample a batch."""
     seed: int = 0
     curve: Curve = field(default_factory=Curve)
     work: Workload = field(default_factory=Workload)
@@ -62,18 +64,18 @@ class Setting:
 
     @property
     def episodes(self) -> int:
-        """Episodes at once."""
+        """Number of concurrent episodes on all servers together."""
         return self.servers * self.per_server
 
     @property
     def groups(self) -> int:
-        """Groups of a batch."""
+        """Number of groups in a batch."""
         return max(1, round(self.episodes * self.batch_share / self.group))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mark:
-    """Counts at one moment."""
+    """The counts at one moment of the run."""
 
     at: float
     drawn: float
@@ -90,15 +92,16 @@ class Mark:
 
 
 class Notes:
-    """Observer and checkpointer: keeps what the steps say, and asks the run to end after the last one."""
+    """The observer and checkpointer of the run. It keeps the metrics and counts of each step, and requests the run's
+    end after the last step."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.marks: list[Mark] = []
-        """At the end of each step."""
+        """The counts at the end of each step."""
         self.metrics: list[Mapping[str, float]] = []
         self.in_flight: list[int] = []
-        """Episodes under way, at the end of each step."""
+        """Number of episodes in flight at the end of each step."""
 
     def on_step(self, step: int, metrics: Mapping[str, float], outcomes: Sequence[Any]) -> None:
         simulation = self._simulation
@@ -123,12 +126,12 @@ class Notes:
 
 
 class Simulation:
-    """A run, from its start to the end of the last step that is measured.
+    """A simulated run, from its start to the end of the last measured step.
 
     Args:
-        setting: The row.
-        loop: The loop that it runs on.
-        tell: Called now and then, with this and what happened ("step 3", or "" for nothing).
+        setting: The settings of the row.
+        loop: The event loop on which the run is simulated.
+        tell: Called repeatedly with this simulation and the event that happened ("step 3", or "" if there was none).
     """
 
     def __init__(self, setting: Setting, loop: VirtualLoop, tell: Any = lambda simulation, what: None) -> None:
@@ -181,10 +184,10 @@ class Simulation:
             probes=world.published(0),
         )
         self.collecting = 0.0
-        """Processor seconds of garbage collection."""
+        """Processor seconds of garbage collections so far."""
         self.longest_collection = 0.0
         self.lags: list[float] = []
-        """By how much a timer was late, in the steps that are measured."""
+        """The delays in seconds with which a timer fired in the measured steps."""
 
     def _dispatcher(self) -> Dispatcher:
         setting = self.setting
@@ -222,7 +225,7 @@ class Simulation:
         return self.servers[index]
 
     def mark(self) -> Mark:
-        """Counts as they are."""
+        """The current counts."""
         world, loop = self.world, self.loop
         return Mark(
             at=loop.time(),
@@ -241,16 +244,16 @@ class Simulation:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the steps before those that are measured are over."""
+        """True if the steps before the measurement are over."""
         return len(self.notes.marks) >= self.setting.warm_up
 
     def told(self, what: str = "") -> None:
-        """Tell whoever watches; it is not charged."""
+        """Report an event to `tell`, without charging its processor time."""
         with self.loop.uncharged:
             self._tell(self, what)
 
     async def run(self) -> None:
-        """To the end of the last measured step, and through the shutdown."""
+        """Run to the end of the last measured step, and shut down."""
         probe = asyncio.create_task(self._probe())
         gc.callbacks.append(self._collected)
         try:

@@ -1,4 +1,5 @@
-"""Where a thread spends its time, looked at a hundred times a second: shares by the innermost function of ours."""
+"""Samples the stack of a thread a hundred times per second, and computes the share of each of our functions (the
+innermost on the stack)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def sampled_stacks(interval: float = 0.01) -> Iterator[Any]:
-    """Gives a function that says where this thread was meanwhile, without what is simulated."""
+    """Sample this thread's stack while the block runs. Yields a function that returns the shares of the functions seen
+    most often, without those of simulated parts."""
     found: Counter[str] = Counter()
     ended, thread = threading.Event(), threading.get_ident()
 

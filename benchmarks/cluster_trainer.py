@@ -1,4 +1,4 @@
-"""A simulated trainer: it takes a fixed time for a step, one batch after the other."""
+"""Defines a simulated trainer, which takes a fixed time for a step and trains one batch after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verbatim.trainer.transport import StepReport
 
 
 class SimulatedTrainer:
-    """Takes a fixed time for a token, one batch after the other.
+    """A trainer that takes a fixed time for each batch, one batch after the other.
 
     Args:
-        world: What is simulated.
-        seconds: Of a step.
+        world: The state that the simulated parts share.
+        seconds: Duration of a training step in virtual seconds.
     """
 
     def __init__(self, world: World, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""The lengths and times that simulated episodes have. None of it is measured.
+"""Defines the lengths and durations of simulated episodes. They are assumptions, not measurements.
 
-A turn is simulated with the length that was drawn for it; the ids that travel are a stand-in, `SCALE` times shorter,
-because what a token costs the orchestrator is measured elsewhere and here only the number of turns matters.
+A turn is simulated with the length that was drawn for it. The arrays of ids that the code handles are `SCALE` times
+shorter, because here only the number of turns matters; what a token costs the orchestrator is measured elsewhere.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ import numpy as np
 SCALE = 32
 VOCAB, CONTEXT = 32_000, 32_768
 CALLS, ENDS, FILL = 1, 2, 7
-"""Last ids of a completion with a tool call, and without; all other ids."""
+"""`CALLS` is the last id of a completion with a tool call, `ENDS` the last id of a completion without one. All other
+ids are `FILL`."""
 TABLE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What episodes are like. Lengths and times are log-normal."""
+    """The assumed distributions of episodes. The lengths of completions and the durations of tools are log-normal."""
 
     turns: tuple[int, int] = (2, 6)
-    """Fewest and most turns of an episode."""
+    """Minimum and maximum number of turns per episode."""
     opening: int = 800
     answer: int = 200
-    """Tokens of the opening messages, and of a tool's answer."""
+    """Number of tokens in the opening messages (`opening`), and in a tool's answer (`answer`)."""
     completion: float = 1200.0
     completion_sigma: float = 0.7
-    """Median tokens of a turn; the mean is exp(sigma^2 / 2) times as much."""
+    """Median number of sampled tokens per turn (`completion`), and sigma of its logarithm. The mean is exp(sigma^2 / 2)
+    times the median."""
     tool: float = 2.0
     tool_p99: float = 45.0
-    """Seconds that a tool takes: median and 99th percentile."""
+    """Seconds that a tool takes: the median (`tool`) and the 99th percentile (`tool_p99`)."""
     tool_timeout: float = 60.0
     fails: float = 0.001
-    """Share of episodes whose environment raises."""
+    """Share of episodes whose environment raises an exception."""
 
 
 class Tables:
-    """Draws that are made once, so that an episode's lengths cost nothing."""
+    """Random draws that are made once, so that looking up an episode's lengths takes no time."""
 
     def __init__(self, work: Workload, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -52,7 +54,7 @@ class Tables:
 
 
 class Script:
-    """One episode: what its turns will be."""
+    """The script of one episode: the lengths and durations of its turns."""
 
     __slots__ = ("_first", "_tables", "context", "fails", "num_turns", "turn")
 
@@ -62,31 +64,31 @@ class Script:
         self.fails = (self._first >> 3) % 100_003 < tables.work.fails * 100_003
         self.turn = 0
         self.context = tables.work.opening
-        """Tokens of the prompt of this turn."""
+        """Number of tokens in the prompt of the current turn."""
 
     @property
     def length(self) -> int:
-        """Tokens that this turn samples."""
+        """Number of tokens that the current turn samples."""
         length: int = self._tables.completions[(self._first + 31 * self.turn) % TABLE]
         return length
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows this turn."""
+        """True if the current turn is the last."""
         return self.turn + 1 >= self.num_turns
 
     @property
     def tool_seconds(self) -> float:
-        """What the tool takes after this turn."""
+        """Seconds that the tool takes after the current turn."""
         seconds: float = self._tables.tools[(self._first + 17 * self.turn) % TABLE]
         return seconds
 
     def go_on(self) -> None:
-        """The tool has answered."""
+        """Go on to the next turn, because the tool has answered."""
         self.context += self.length + self._tables.work.answer
         self.turn += 1
 
 
 def stand_in(num_tokens: float) -> int:
-    """How many ids travel for so many tokens."""
+    """The length of the array of ids that stands for this number of tokens."""
     return max(2, round(num_tokens / SCALE))

@@ -1,8 +1,9 @@
-"""Seconds of a trainer's step with `trainer.compile` over those without it, on a CPU.
+"""Measures the duration of a trainer's step with `trainer.compile`, relative to its duration without, on a CPU.
 
-Two models: the demo's (0.66M parameters, its own games) and one of 10M (width 320, 7 layers, vocabulary 4,096, rows of
-200 to 1,500 tokens, a third of them trained). Steps of both trainers are taken in turns, so that a busy machine slows
-both; ratios are of medians. The first step of each is left out, and its seconds are those that compiling takes.
+Two models are measured: the demo's model (0.66M parameters, on the demo's games), and a model with 10M parameters
+(width 320, 7 layers, vocabulary of 4,096, rows of 200 to 1,500 tokens, a third of which are trained). The two trainers
+take steps in turns, so that a busy machine slows both; ratios are of medians. The first step of each trainer is left
+out; the difference between the two first steps is reported as the time that compiling takes.
 
 Prints one JSON line. Run: OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/compiled_layers.py
 """
@@ -33,7 +34,7 @@ VOCAB = 4096
 
 
 def middle_case(folder: Path) -> list[TrainingSample]:
-    """10M parameters; 4 rows of 200 to 1,500 tokens."""
+    """Make a model with 10M parameters in the folder, and 4 rows of 200 to 1,500 tokens."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -55,7 +56,7 @@ CASES: dict[str, Callable[[Path], list[TrainingSample]]] = {"demo": demo_case, "
 
 
 def compare(folder: Path, samples: Sequence[TrainingSample], packing: str, rounds: int) -> dict[str, Any]:
-    """Seconds of steps, in turns."""
+    """Take steps with and without compiling in turns; returns their durations in seconds and the ratios."""
     trainers, first = {}, {}
     for compiled in (False, True):
         began = time.perf_counter()

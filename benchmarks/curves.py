@@ -1,10 +1,10 @@
-"""Learning curves of runs in one figure, each by its name.
+"""Draws the learning curves of several named runs into one figure.
 
     python benchmarks/curves.py "embedded sampler=runs/guess_number/latest" \
         "vLLM=runs/guess_number_vllm/latest" --out benchmarks/notes/guess_number_vllm.png
 
-Runs of one name (other seeds) have one color. Prints one JSON line: of each name the steps of its runs, and success in
-the first and the last evaluation of each.
+Runs with the same name (for example with different seeds) have the same color. Prints one JSON line: for each name, the
+number of steps of each of its runs, and the success in the first and the last evaluation of each run.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 from verbatim.logs.monitors.learning_curve import Curve, read_curve
 
 SMOOTHED = 15
-"""Batches that one point of the curve is the mean of."""
+"""Number of batches over which each point of a curve is averaged."""
 
 
 def smoothed(curve: Curve) -> list[tuple[int, float]]:
-    """(step, mean reward of the steps up to there)."""
+    """The pairs of (step, mean reward of the last `SMOOTHED` steps up to this step)."""
     rewards = [reward for _, reward in curve.rewards]
     width = min(SMOOTHED, len(rewards))
     return [(i, statistics.fmean(rewards[i - width : i])) for i in range(width, len(rewards) + 1)]
 
 
 def success(curve: Curve) -> tuple[float, float]:
-    """Success in the evaluations before and after."""
+    """The success in the first and in the last evaluation."""
     (points,) = curve.evals.values()
     return points[0][1], points[-1][1]
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Smoothed training reward, one line for each run, and the last evaluation at its end."""
+    """Draw the smoothed training reward as one line per run, with a dot for the last evaluation at its end."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    """Read, draw, print."""
+    """Read the runs, draw the figure, and print the JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--out", type=Path, required=True)

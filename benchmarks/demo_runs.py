@@ -1,4 +1,5 @@
-"""What the benchmarks of whole runs share: the demo's model after its warm start, runs of it, and their metrics."""
+"""Code that the benchmarks of whole runs share: it makes the demo's warm-started model, runs `verbatim`, and reads
+metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ import psutil
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
 
 NO_LEARNING = ("--trainer.optim.lr", "1e-30", "--orchestrator.eval", "null", "--checkpoint.interval", "100000")
-"""Every step does its work, and the next one has the same work to do."""
+"""Options with which every step does its full work but nothing is learned, so that all steps have the same work."""
 
 
 def verbatim(*arguments: str, cores: Sequence[int] = (), cwd: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """`verbatim ...` in a process of its own, on these cores (all, if none are named), its output into a file."""
+    """Start `verbatim` with these arguments in a separate process, on these cores (on all if `cores` is empty). Its
+    output goes into a file in `cwd`."""
     pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
     name = "-".join(["out", arguments[0], str(len(list(cwd.glob("out-*"))))])
     with (cwd / name).open("wb") as out:
@@ -35,19 +37,19 @@ def verbatim(*arguments: str, cores: Sequence[int] = (), cwd: Path, **environmen
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that has to succeed."""
+    """Wait for a process to end, and assert that it succeeded."""
     status = process.wait()
     assert status == 0, f"{process.args} ended with {status}"
 
 
 def warm_started_model(folder: Path, steps: int) -> Path:
-    """The demo's model, after so many steps of its warm start."""
+    """Make the demo's model with this number of warm-start steps; returns its folder."""
     finish(verbatim("sft", str(RECIPE), "--run-dir", str(folder / "sft"), "--warm-start.steps", str(steps), cwd=folder))
     return folder / "sft" / "warm_start"
 
 
 def run_options(model: Path, steps: int, level: int) -> list[str]:
-    """The recipe with a model that is there already, for so many steps."""
+    """The command-line arguments to run the demo's recipe with an existing model for this number of steps."""
     return [
         str(RECIPE),
         "--model",
@@ -62,13 +64,14 @@ def run_options(model: Path, steps: int, level: int) -> list[str]:
 
 
 class CoresBusy:
-    """Processor time of a run and its processes from one of its steps to its last one.
+    """Measures the processor time of a run, including its child processes, from the end of one of its steps to the end
+    of the last step.
 
     Args:
-        process: The run.
-        folder: Its run folder.
-        skip: Steps before the time counts.
-        steps: Steps of the run.
+        process: The process of the run.
+        folder: The run folder.
+        skip: Number of steps before the measurement begins.
+        steps: Number of steps in the run.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, skip: int, steps: int) -> None:
@@ -90,19 +93,19 @@ class CoresBusy:
         return sum(each.user + each.system for each in times)
 
     def share(self) -> float:
-        """The share of the machine's cores that it kept busy: 1 = all of them, all the time."""
+        """The share of the machine's cores that the run kept busy. 1 means all cores all the time."""
         self._thread.join(60)
         (began, before), (ended, after) = self._seen
         return (after - before) / (ended - began) / len(os.sched_getaffinity(0))
 
 
 def train_metrics(run: Path) -> list[dict[str, Any]]:
-    """The metrics of every step."""
+    """The metrics of each step of a run."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line["metrics"] for line in lines if line["kind"] == "train"]
 
 
 def seconds_per_step(metrics: Sequence[dict[str, Any]], skip: int) -> float:
-    """Wall time from one finished step to the next, on average, without the first ones."""
+    """The mean wall-clock time in seconds from one finished step to the next, without the first `skip` steps."""
     seconds = [m["time/step"] for m in metrics[skip:]]
     return float(sum(seconds) / len(seconds))

@@ -1,10 +1,11 @@
-"""Episodes per second of training on guess_number: sampled, scored and trained, with everything a run does.
+"""Measures episodes per second of whole training runs on guess_number, in which episodes are sampled, scored and
+trained.
 
     python benchmarks/end_to_end.py [--steps 30] [--repetitions 3] [--warm-start-steps 600]
 
-Runs of `verbatim rl` with the recipe as it is, except that nothing is learned (a learning rate of 1e-30), so that every
-step has the same work: half-won groups, which are the expensive ones. The first steps are left out. Prints one JSON
-line; figures are medians over repetitions, synchronous and asynchronous in turns.
+Runs `verbatim rl` with the unchanged recipe, except that nothing is learned (a learning rate of 1e-30). So every step
+has the same work, on groups of which about half are won, which cost the most. The first steps are left out. Synchronous
+and asynchronous runs take turns. Prints one JSON line; figures are medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from demo_runs import NO_LEARNING, finish, run_options, seconds_per_step, train_
 
 SKIP = 4
 ELSEWHERE = 6.3
-"""Episodes per second of a widely used trainer with built-in tool environments, on this game, a model of 0.9M
-parameters and such a machine."""
+"""Episodes per second of a widely used trainer with built-in tool environments, on the same game and a similar machine,
+with a model of 0.9M parameters."""
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repetitions", type=int, default=3)

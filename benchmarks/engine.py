@@ -1,21 +1,23 @@
-"""The embedded sampler against `transformers`' own ways to sample a batch, on ragged multi-turn episodes.
+"""Compares the embedded sampler with the ways of `transformers` to sample a batch, on multi-turn episodes of different
+lengths.
 
-Every engine plays the same episodes: the same prompts, and for each turn the same number of sampled tokens and of tool
-tokens. At most `--concurrency` of them are in flight, and the next one starts when one ends. Ours runs one asyncio
-task per episode. The opponents:
+Every engine plays the same episodes: the same opening prompts, and for each turn the same numbers of sampled tokens and
+of tool tokens. At most `--concurrency` episodes are in flight; when one ends, the next one starts. Our sampler runs one
+asyncio task per episode. The engines of `transformers` are:
 
-- `padded`: `generate` on the next turn of everything in flight, whole prompts padded on the left. A call ends when its
-  longest completion does.
-- `padded_cached`: the same, with keys and values kept from call to call, so that only new tokens are computed. The
-  rows are packed anew between two calls; `generate` has no such thing by itself.
-- `continuous`: transformers' continuous batching, each turn a request of its own. Where it cannot run, the reason is
-  printed in place of a rate.
+- `padded`: one call of `generate` for the next turn of all episodes in flight, with whole prompts padded on the left. A
+  call ends when its longest completion ends.
+- `padded_cached`: the same, but keys and values are kept between calls, so that only new tokens are computed. This
+  benchmark repacks the rows of the cache between two calls, which `generate` does not do by itself.
+- `continuous`: the continuous batching of `transformers`, with one request per turn. If it cannot run, the reason is
+  printed instead of a rate.
 
-All of them return the logprob of every sampled token. Prints one JSON line; ratios are medians over the repetitions,
-in which the engines take turns. Run: python benchmarks/engine.py --threads 1
+All engines return the logprob of every sampled token. The engines take turns. Prints one JSON line; ratios are medians
+over the repetitions. Run: python benchmarks/engine.py --threads 1
 
-With `--short`, which ends within 3 minutes, ours and `padded_cached` play 64 episodes three times. `--bfloat16` adds
-ours with `dtype = "bfloat16"`. `--model` takes another model than the demo's: a folder, or a name of `verbatim models`.
+With `--short`, which takes less than 3 minutes, only our sampler and `padded_cached` play, 64 episodes three times.
+`--bfloat16` adds our sampler with `dtype = "bfloat16"`. `--model` selects a different model from the demo's: a folder,
+or a name in `verbatim models`.
 """
 
 from __future__ import annotations
@@ -57,24 +59,25 @@ Engine = Callable[["Sequence[Script]"], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What an episode will be like, whatever is sampled in it."""
+    """The script of an episode, which does not depend on the sampled tokens."""
 
     opening: Ids
-    """The first prompt."""
+    """The ids of the first prompt."""
     lengths: tuple[int, ...]
-    """Tokens that each turn samples."""
+    """Number of tokens that each turn samples."""
     answers: tuple[Ids, ...]
-    """What the tool says after each turn but the last."""
+    """The ids of the tool's answer after each turn except the last."""
     seed: int
-    """Of its sampling."""
+    """The seed for sampling, which also identifies the episode."""
 
     def prompt(self, turn: int, before: Ids, sampled: Ids) -> Ids:
-        """The next turn's prompt, from the turn before and what was sampled in it."""
+        """The prompt of a turn, made from the previous turn's prompt and the tokens sampled in the previous turn."""
         return self.opening if turn == 0 else np.concatenate([before, sampled, self.answers[turn - 1]])
 
 
 def write_scripts(count: int, vocab_size: int, seed: int) -> list[Script]:
-    """Prompts of 48 to 150 tokens, 1 to 8 turns of 4 to 128 tokens, answers of 8 to 64."""
+    """Draw scripts with opening prompts of 48 to 150 tokens, 1 to 8 turns of 4 to 128 sampled tokens, and answers of 8
+    to 64 tokens."""
     rng = np.random.default_rng(seed)
 
     def text(low: int, high: int) -> Ids:
@@ -98,7 +101,7 @@ def write_scripts(count: int, vocab_size: int, seed: int) -> list[Script]:
 
 
 async def play_ours(sampler: TorchSampler, scripts: Sequence[Script], concurrency: int) -> None:
-    """One task per episode, as rollouts are."""
+    """Play with the embedded sampler, with one task per episode as in rollouts."""
     places = asyncio.Semaphore(concurrency)
 
     async def episode(script: Script) -> None:
@@ -130,11 +133,11 @@ class Row:
     turn: int = 0
     prompt: Ids | None = None
     cached: int = 0
-    """Tokens of the prompt whose keys and values the batch's cache holds."""
+    """Number of prompt tokens whose keys and values are in the cache of the batch."""
 
 
 class PaddedBatch:
-    """Calls `generate` on the next turn of every episode in flight."""
+    """Plays by calling `generate` for the next turn of all episodes in flight together."""
 
     def __init__(self, model: Any, *, keep_cache: bool) -> None:
         self.model = model
@@ -165,7 +168,8 @@ class PaddedBatch:
             rows += arrived
 
     def _turn(self, rows: list[Row], cache: DynamicCache | None) -> tuple[list[Ids], DynamicCache | None]:
-        """One call: what was sampled, and the cache with every row's real tokens at its right end."""
+        """Call `generate` once. Returns the sampled ids of each row, and the cache, in which the real tokens of every
+        row are at the right end."""
         past = max(row.cached for row in rows)
         new = max(len(row.prompt) - row.cached for row in rows)
         ids = np.zeros((len(rows), past + new), dtype=np.int64)
@@ -191,7 +195,7 @@ class PaddedBatch:
             past_key_values=cache if past else None,
         )
         tokens = out.sequences[:, past + new :]
-        # logits - logsumexp at the sampled token: no second array of the vocabulary's size.
+        # Computing logits - logsumexp only at the sampled token avoids a second array of the vocabulary's size.
         logprobs = torch.stack(
             [
                 logits.gather(-1, tokens[:, t : t + 1])[:, 0] - logits.logsumexp(-1)
@@ -210,7 +214,8 @@ class PaddedBatch:
 
 
 def _packed(cache: DynamicCache, real: np.ndarray[Any, np.dtype[np.bool_]]) -> DynamicCache:
-    """Every row's real columns moved to its right end, in order, and as few columns as that needs."""
+    """Move the columns of real tokens in every row to the right end, in order, and cut the cache to the columns that
+    are needed."""
     order = np.argsort(real, axis=1, kind="stable")[:, -int(real.sum(1).max()) :]
     take = torch.from_numpy(order)[:, None, :, None]
     for layer in cache.layers:
@@ -223,7 +228,8 @@ def _packed(cache: DynamicCache, real: np.ndarray[Any, np.dtype[np.bool_]]) -> D
 
 
 async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: int) -> None:
-    """Each turn a request; the next one is sent as soon as its result is there."""
+    """Play with one request per turn. An episode's next request is sent as soon as the result of the previous one has
+    arrived."""
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0, max_new_tokens=128
@@ -278,7 +284,7 @@ async def play_continuous(model: Any, scripts: Sequence[Script], concurrency: in
 
 
 def processor_name() -> str:
-    """As the system names it."""
+    """The name of the processor according to the operating system."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -290,7 +296,7 @@ def processor_name() -> str:
 
 
 def demo_model(folder: Path) -> Path:
-    """The demo's own, with random weights."""
+    """Make the demo's model with random weights; returns its folder."""
     build = load_config(RECIPE).model.build
     assert build is not None
     shown = GuessNumber().demonstrations(400, 0)
@@ -299,7 +305,8 @@ def demo_model(folder: Path) -> Path:
 
 
 async def measure(model: Path, args: argparse.Namespace) -> tuple[Mapping[str, list[float]], Mapping[str, str], int]:
-    """Tokens per second of every engine in every repetition, why some cannot run, and the size of the vocabulary."""
+    """Return (1) the tokens per second of each engine in each repetition, (2) the reasons why some engines cannot run,
+    and (3) the size of the vocabulary."""
 
     def ours(**settings: Any) -> TorchSampler:
         config = TorchSettings(max_batch_size=args.concurrency, device="cpu", **settings)

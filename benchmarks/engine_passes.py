@@ -1,16 +1,20 @@
-"""The embedded sampler's passes by its compiled kernel against those by PyTorch, on the load of a small agent's run.
+"""Compares passes of the embedded sampler with its compiled kernel and with PyTorch, on the load of a small agent's
+run.
 
-Both play the same sequences in one process, in turns; times are processor time of one thread, without an event loop.
+Both engines compute the same sequences in one process, in turns. Times are processor time of one thread, without an
+event loop. The kinds of passes are:
 
-- `decode`: a token for each of 128 sequences: 8 groups of 16, prompts of 300 tokens (200 the same in all groups), and
-  10 to 90 tokens of their own.
-- `prompts`: the same, with tool answers of 40 tokens for 24 of them in each pass.
-- `few`: a token for 1 sequence, for 4.
-- `new_weights`: the passes after an update until all of the 128 decode again.
-- `episodes`: whole episodes of 4 turns of 14 to 30 sampled tokens with answers of 24 to 40, from empty caches.
+- `decode`: one token for each of 128 sequences, in 8 groups of 16. Each has a prompt of 300 tokens, of which 200 are
+  the same in all groups, followed by 10 to 90 tokens of its own.
+- `prompts`: the same, but in each pass, 24 of the sequences get a tool's answer of 40 tokens.
+- `few`: one token for 1 sequence, and for each of 4 sequences.
+- `new_weights`: all passes after a weight update until all 128 sequences decode again.
+- `episodes`: whole episodes, starting from empty caches, with 4 turns of 14 to 30 sampled tokens and answers of 24 to
+  40 tokens.
 
-With `--model` (a folder, or a name of `verbatim models get`) the engines compute that model instead, and the kinds are
-passes of 1, 16 and 64 sequences, and of 64 with tool answers for 8; `bfloat16` is the kernel with that dtype.
+With `--model` (a folder, or a name for `verbatim models get`), the engines compute that model instead. The kinds are
+then passes of 1, 16 and 64 sequences, and of 64 sequences of which 8 get a tool's answer. The engine `bfloat16` is the
+compiled kernel with that dtype.
 
 Prints one JSON line; milliseconds and ratios are medians over the repetitions. Run: python benchmarks/engine_passes.py
 """
@@ -47,24 +51,24 @@ ENGINES = {"torch": {"kernel": "torch"}, "compiled": {"kernel": "compiled"}}
 LARGE_ENGINES = {**ENGINES, "bfloat16": {"kernel": "compiled", "dtype": "bfloat16"}}
 KINDS = (("decode_128", 128, 0), ("prompts_24_of_128", 128, 24), ("few_1", 1, 0), ("few_4", 4, 0))
 LARGE_KINDS = (("decode_1", 1, 0), ("decode_16", 16, 0), ("decode_64", 64, 0), ("prompts_8_of_64", 64, 8))
-"""Name of a kind of pass, sequences, and how many of them get an answer."""
+"""The kinds of passes: name, number of sequences, and number of sequences that get a tool's answer."""
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def text(rng: np.random.Generator, low: int, high: int, vocab: int) -> Ids:
-    """Random ids."""
+    """Draw random ids; their number is between `low` and `high`."""
     return rng.integers(0, vocab, rng.integers(low, high + 1)).astype(np.int32)
 
 
 def openings(rng: np.random.Generator, vocab: int) -> list[Ids]:
-    """The prompts of all groups' sequences."""
+    """Draw the prompts of all sequences of all groups."""
     schema = text(rng, 200, 200, vocab)
     each = [np.concatenate([schema, text(rng, 100, 100, vocab)]) for _ in range(GROUPS)]
     return [prompt for prompt in each for _ in range(SIZE)]
 
 
 def started(decoder: Decoder, requests: list[SampleRequest]) -> list[int]:
-    """The slots of sequences that all decode."""
+    """Add the requests to the decoder, and run it until all sequences decode; returns their slots."""
     waiting, slots = list(requests), []
     table = decoder.table
     while waiting or (table.length[slots] - table.computed[slots] > 1).any():
@@ -76,7 +80,7 @@ def started(decoder: Decoder, requests: list[SampleRequest]) -> list[int]:
 
 
 def times_of_passes(decoder: Decoder, rows: int, answers: int, passes: int, seed: int) -> list[float]:
-    """Seconds of passes of so many sequences; in each, some of them get the answer of a tool."""
+    """The seconds of each pass over `rows` sequences. In each pass, `answers` of the sequences get a tool's answer."""
     rng = np.random.default_rng(seed)
     vocab, table = decoder.model.vocab_size, decoder.table
     prompts = openings(rng, vocab)[:rows]
@@ -98,7 +102,7 @@ def times_of_passes(decoder: Decoder, rows: int, answers: int, passes: int, seed
 
 
 def seconds_of_rebuild(decoder: Decoder, seed: int) -> float:
-    """Seconds of the passes in which 128 sequences are computed again from their ids."""
+    """The seconds of the passes that compute 128 sequences again from their ids after a weight update."""
     rng = np.random.default_rng(seed)
     vocab, table = decoder.model.vocab_size, decoder.table
     whole = [np.concatenate([prompt, text(rng, 10, 90, vocab)]) for prompt in openings(rng, vocab)]
@@ -115,7 +119,8 @@ def seconds_of_rebuild(decoder: Decoder, seed: int) -> float:
 
 
 def tokens_per_second(decoder: Decoder, seed: int) -> float:
-    """Sampled tokens per second of processor time over whole episodes; each turn is a request that extends the last."""
+    """The sampled tokens per second of processor time over whole episodes. Each turn is a request that extends the
+    previous turn."""
     rng = np.random.default_rng(seed)
     vocab, table = decoder.model.vocab_size, decoder.table
     plans = [[(int(rng.integers(14, 31)), text(rng, 24, 40, vocab)) for _ in range(4)] for _ in range(GROUPS * SIZE)]
@@ -147,7 +152,7 @@ def tokens_per_second(decoder: Decoder, seed: int) -> float:
 
 
 def small_model(folder: Path) -> Path:
-    """A model of 0.9M parameters with random weights."""
+    """Make a model of 0.9M parameters with random weights; returns its folder."""
     shown = GuessNumber().demonstrations(400, 0)
     build = BuildConfig(hidden_size=128, num_layers=4, vocab_size=1024)
     build_model(folder / "model", build, [chat_text(d.messages, d.tools) for d in shown], seed=0)
@@ -155,7 +160,7 @@ def small_model(folder: Path) -> Path:
 
 
 def make(folder: Path | str, engines: Mapping[str, Mapping[str, str]], num_slots: int) -> dict[str, Decoder]:
-    """Decoders of one model with different settings."""
+    """Make decoders of one model, one for each engine's settings."""
     made = {}
     for name, how in engines.items():
         settings = TorchSettings(max_batch_size=num_slots, device="cpu", **how)

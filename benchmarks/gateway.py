@@ -1,13 +1,16 @@
-"""What the gateway costs over calling the sampler: processor time of this process for a request.
+"""Measures the processor time of a request over the gateway, compared with calling the sampler directly.
 
-64 sessions at a time, 8 turns each, over HTTP from a client in another process; a sampler that answers at once. The
-first message is long, so that every request has a history of about 4,000 tokens. Two renderers: one of bytes, whose
-rendering costs nothing to speak of, and the chat template of a small model with its tokenizer, which renders the whole
-conversation for each turn. "direct" is the same number of completions from the sampler alone, of ids that are ready.
+A client in a different process plays 64 concurrent sessions of 8 turns each over HTTP. The sampler answers immediately.
+The first message is long, so that every request has a history of about 4,000 tokens. Two renderers are measured:
+"bytes", a renderer of bytes whose cost is negligible, and "template", the chat template and tokenizer of a small model,
+which renders the whole conversation for each turn. "direct" is the same number of completions from the sampler alone,
+with prompts that are already rendered.
 
-Matching is timed by itself, for requests of one and of ten times the length, and in a session among 1 and 1,000.
+The matching of requests to sessions is also timed separately, for requests of 100 and of 1,000 messages, and among 1
+and 1,000 sessions.
 
-Prints one JSON line: milliseconds of processor time, medians over the repetitions. Run: python benchmarks/gateway.py
+Prints one JSON line with milliseconds of processor time of this process per request, as medians over the repetitions.
+Run: python benchmarks/gateway.py
 """
 
 from __future__ import annotations
@@ -57,12 +60,12 @@ asyncio.run(main())
 
 
 async def over_gateway(sampler: ScriptedSampler, renderer: Any, characters: int, sessions: int) -> float:
-    """Milliseconds of processor time for a request."""
+    """Play the sessions over a gateway; returns milliseconds of processor time per request."""
     params = SamplingParams(max_tokens=100)
     async with Gateway(sampler, renderer, params=params) as gateway:
         episodes = [gateway.episode() for _ in range(sessions)]
         gc.collect()
-        gc.freeze()  # as in a run: a full pass over what was imported takes as long as hundreds of requests
+        gc.freeze()  # as in a run, because a collection over all imports takes as long as hundreds of requests
         given = {"characters": characters, "turns": TURNS, "episodes": [(e.base_url, e.api_key) for e in episodes]}
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, stdin=subprocess.PIPE)
         began = time.process_time()
@@ -75,7 +78,8 @@ async def over_gateway(sampler: ScriptedSampler, renderer: Any, characters: int,
 
 
 async def directly(sampler: ScriptedSampler, sessions: int) -> float:
-    """The same number of completions, of ids that are ready."""
+    """Request the same number of completions from the sampler directly; returns milliseconds of processor time per
+    completion."""
     prompts = [np.zeros(TOKENS + 60 * turn, dtype=np.int32) for turn in range(TURNS)]
 
     async def play() -> None:
@@ -88,7 +92,7 @@ async def directly(sampler: ScriptedSampler, sessions: int) -> float:
 
 
 def matching(num_messages: int, num_sessions: int) -> float:
-    """Milliseconds to match a request, in one session among many."""
+    """The milliseconds to match a request with one session among `num_sessions`."""
     messages = [{"role": "user", "content": f"{n} " + "x" * 200} for n in range(num_messages)]
     sessions: list[Threads[int]] = [Threads() for _ in range(num_sessions)]
     for threads in sessions:
@@ -102,7 +106,7 @@ def matching(num_messages: int, num_sessions: int) -> float:
 
 
 def small_model(folder: Path) -> tuple[Any, int]:
-    """The renderer of a small model's chat template, and its vocabulary's size."""
+    """Make a small model; returns the renderer of its chat template, and the size of its vocabulary."""
     from verbatim.config.schema import BuildConfig
     from verbatim.environments.guess_number import GuessNumber
     from verbatim.environments.resolve import corpus

@@ -1,15 +1,16 @@
-"""Whether hostile requests leave anything behind in a gateway: its resident memory and its descriptors by round.
+"""Tests whether hostile requests leave anything behind in a gateway, by its memory and its file descriptors after each
+round.
 
-Each round sends every request of the campaign in `tests/rollouts/gateway/test_hostile_gateway.py`, eight at a time,
-each to a session of its own that ends after it, and a healthy client asks beside them. Gateway and clients share the
-process, so both are measured. The first rounds fill caches; the figures are slopes over the second half of the rounds.
-What is live is what Python's objects hold; resident is what the kernel counts, with what the allocator keeps between
-large bodies.
+Each round sends every request of the campaign in `tests/rollouts/gateway/test_hostile_gateway.py`, eight at a time.
+Each request goes to a session of its own, which ends after the request. At the same time, a healthy client sends
+requests. Gateway and clients share the process, so both are measured. The first rounds fill caches; therefore the
+figures are slopes over the second half of the rounds. Live memory is the memory of reachable Python objects. Resident
+memory is counted by the kernel, and includes memory that the allocator keeps between large requests.
 
 Prints a line for each round and each wrong answer, and one JSON line: `live_kib_per_1000` and `resident_kib_per_1000`,
-KiB of growth for 1,000 hostile requests (asked: at most 10 live), `descriptors`, those left open after the last round
-beyond the first, `requests`, and `wrong`.
-Run: python benchmarks/gateway_memory.py --rounds 8
+the growth in KiB per 1,000 hostile requests (required: at most 10 for live memory); `descriptors`, the number of open
+descriptors after the last round minus that after the first round; `requests`, the number of requests; and `wrong`, the
+number of wrong answers. Run: python benchmarks/gateway_memory.py --rounds 8
 """
 
 from __future__ import annotations
@@ -33,36 +34,37 @@ from faults.hostile_requests import Case  # noqa: E402
 
 
 def live() -> float:
-    """KiB that Python's objects hold, without what is unreachable."""
+    """The memory of reachable Python objects in KiB."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0] / 1024
 
 
 def resident() -> float:
-    """KiB of this process."""
+    """The resident memory of this process in KiB."""
     return float(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
 
 def descriptors() -> int:
-    """Those that are open."""
+    """The number of open file descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def growth(readings: list[float], requests: int) -> float:
-    """Of the second half of the rounds, for 1,000 requests."""
+    """The growth per 1,000 requests over the second half of the rounds."""
     late = readings[len(readings) // 2 :]
     return round(1000 * statistics.linear_regression(range(len(late)), late).slope / requests, 1)
 
 
 async def played(cases: list[Case], rounds: int) -> tuple[list[tuple[float, float, int]], list[str]]:
-    """What is live, resident and open after each round, and what was wrong."""
+    """Play the rounds. Returns (1) live memory, resident memory and open descriptors after each round, and (2) the
+    wrong answers."""
     found: list[tuple[float, float, int]] = []
     wrong: list[str] = []
     sampler = scripted(spoken)
     async with a_gateway(sampler) as gateway:
         for number in range(rounds):
             wrong += await faults_in(gateway, cases)
-            sampler.requests.clear()  # it keeps them for tests
+            sampler.requests.clear()  # the sampler keeps its requests for tests
             found.append((live(), resident(), descriptors()))
             print(
                 f"round {number}: {found[-1][0]:,.0f} KiB live, {found[-1][1]:,.0f} resident, {found[-1][2]} "

@@ -1,18 +1,19 @@
-"""From finished episodes to a batch that is handed over, and logged: processor time of each part.
+"""Measures the processor time of each part of the way from finished episodes to a batch that is handed to the trainer
+and logged.
 
-Episodes of 32 turns, each of 256 sampled tokens and 256 of a tool's answer, in groups of 16, with texts of as many
-words as tokens need. Parts, in the order of a step:
+Episodes have 32 turns, each with 256 sampled tokens and 256 tokens of a tool's answer. They are in groups of 16, and
+their messages have about as many words as the tokens need. The parts, in the order of a step:
 
-- `credit`, `filters`, `samples`: `assemble_group`, with the filters that a run has by default.
-- `order`: the message to the trainer, as a file of the exchange. `read` is the trainer's side: reading it, and every
-  array of every sample.
-- `metrics`: what is said of the rollouts.
-- `report`: the logprob and the derivative that came back for each trained token, put to the outcomes.
-- `log`: the step's file of outcomes.
+- `credit`, `filters`, `samples`: the parts of `assemble_group`, with the default filters of a run.
+- `order`: writing the message to the trainer into a file of the exchange. `read` is the trainer's side: reading the
+  message, and every array of every sample.
+- `metrics`: computing the metrics of the rollouts.
+- `report`: adding the trainer's logprob and derivative of each trained token to the outcomes.
+- `log`: writing the outcome file of the step.
 
-Processor time is that of this process, all its threads, and of processes that it started. `total` leaves out `read`.
-`longest_hold` is the longest time in seconds for which a thread that looks at the clock each millisecond could not run:
-what an event loop would have felt; on a busy machine it is longer.
+Processor time is that of this process, with all its threads, and of the processes that it started. `total` does not
+include `read`. `longest_hold` is the longest time in seconds for which a thread that wakes up each millisecond could
+not run, that is, for which an event loop would have been blocked. It is longer on a busy machine.
 
 Prints one JSON line. python benchmarks/handed_over.py [--short]
 """
@@ -50,7 +51,8 @@ WORDS = Path(__file__).parents[1].joinpath("docs", "trajectories.md").read_text(
 
 
 def play(episode: int, tokens: int, rng: np.random.Generator) -> Trajectory:
-    """A finished episode: ids as often as words in a text, the group's opening shared."""
+    """Make a finished episode. Its ids are as frequent as words in a text, and all episodes of a group have the same
+    opening."""
     recorder = Recorder(VOCAB, trajectory_id=f"train-{episode // GROUP}-{episode % GROUP}")
     opening = np.random.default_rng(episode // GROUP).integers(0, VOCAB, TURN - SAMPLED, dtype=np.int32)
     history, messages = opening, [_message("user", TURN - SAMPLED)]
@@ -87,20 +89,20 @@ def _message(role: str, num_tokens: int) -> dict[str, Any]:
 
 
 def seconds() -> float:
-    """Processor time of this process and of those that it started and waited for."""
+    """The processor time in seconds of this process and of the processes that it started and waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 class Meter:
-    """Times parts, while a thread looks how long it is kept from running."""
+    """Times parts, while a thread measures for how long it cannot run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.longest_hold: dict[str, float] = {}
 
     def measure(self, part: str, work: Callable[[], T]) -> T:
-        """What the work gives."""
+        """Do the work of a part and measure it; returns the result of the work."""
         watch = _Watch()
         began = seconds()
         result = work()
@@ -110,7 +112,7 @@ class Meter:
 
 
 class _Watch:
-    """A thread that wakes up each millisecond, as an event loop would."""
+    """A thread that wakes up each millisecond, in the way of an event loop."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -125,14 +127,14 @@ class _Watch:
             self._longest, before = max(self._longest, now - before), now
 
     def end(self) -> float:
-        """The longest time between two looks, in seconds."""
+        """End the thread; returns the longest time between two wake-ups, in seconds."""
         self._over.set()
         self._thread.join()
         return self._longest
 
 
 def run(num_episodes: int, tokens: int) -> dict[str, Any]:
-    """Play the episodes, then measure each part once."""
+    """Make the episodes, then measure each part once."""
     rng = np.random.default_rng(0)
     played = [play(episode, tokens, rng) for episode in range(num_episodes)]
     groups = [
@@ -192,7 +194,7 @@ def run(num_episodes: int, tokens: int) -> dict[str, Any]:
 
 
 def read(exchange: Exchange) -> list[Any]:
-    """The trainer's side: every array of every sample is looked at."""
+    """Read the message as the trainer does, and access every array of every sample."""
     samples = exchange.wait_for_message(1, lambda: None).samples
     for sample in samples:
         for name in (
@@ -209,7 +211,7 @@ def read(exchange: Exchange) -> list[Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=16_384, help="of an episode")

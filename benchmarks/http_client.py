@@ -1,22 +1,23 @@
-"""HTTP clients for exact token ids: requests per second, and the event loop's lag; the server answers at once.
+"""Compares HTTP clients for exact token ids by requests per second and by the lag of the event loop. The server answers
+immediately.
 
-The client has one core, the server another (a bare asyncio protocol in a process of its own, which reads a request's
-length and writes a fixed answer of 128 sampled ids). 64 requests are under way at a time. Clients:
+Client and server have one core each. The server is a plain asyncio protocol in a separate process, which reads the
+length of a request and writes a fixed answer of 128 sampled ids. 64 requests are in flight at a time. The clients:
 
-- `httpx_json`: httpx, a client for each connection (one client for all goes through every connection it has for each
-  request), json.
-- `httpx_orjson`: the same with orjson, which writes an int32 array as it is.
-- `aiohttp_json`, `aiohttp_orjson`: aiohttp, one session.
-- `sampler`: `HttpSampler.generate` as a rollout calls it: retries, deadlines, the checked completion.
+- `httpx_json`: httpx with json. There is one client object per connection, because a shared one searches all its
+  connections for each request.
+- `httpx_orjson`: the same with orjson, which writes int32 arrays directly.
+- `aiohttp_json`, `aiohttp_orjson`: aiohttp with one session.
+- `sampler`: `HttpSampler.generate` as rollouts call it, with retries, deadlines and checks of the completion.
 
-Loads: prompts of 4,096 and of 32,768 ids. Asked of `sampler`: 1,000 and 200 requests per second, a lag below 50 ms at
-the 99th percentile. `cpu_rate` counts requests per second of the client's own processor time and `cpu_lag_p99_ms` the
-processor time that the loop took beyond the wait, which other work on the machine changes little. Also: milliseconds to
-write 32,768 ids by json / orjson, and to read 4,096 logprobs.
+There are two loads, with prompts of 4,096 and of 32,768 ids. `sampler` is required to reach 1,000 and 200 requests per
+second, with a lag below 50 ms at the 99th percentile. `cpu_rate` is the number of requests per second of the client's
+own processor time. `cpu_lag_p99_ms` is the processor time for which the event loop was late. Other work on the machine
+changes these two only a little. `ms` has the milliseconds that json and orjson take to write 32,768 ids, and to read
+4,096 logprobs.
 
-The clients take turns within one run; rates are medians over the rounds, lags are of all rounds together, ratios are of
-medians over `httpx_json`.
-Prints one JSON line. python benchmarks/http_client.py
+The clients take turns. Rates are medians over the rounds, lags are percentiles over all rounds together, and ratios are
+relative to the median of `httpx_json`. Prints one JSON line. python benchmarks/http_client.py
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ VOCAB = 151_936
 SAMPLED = 128
 UNDER_WAY = 64
 LOADS = {"4k": (4_096, 1_200), "32k": (32_768, 300)}
-"""Name: ids of a prompt, requests in one round."""
+"""By name of the load: the number of ids in a prompt, and the number of requests in a round."""
 EVERY = 0.005
-"""Seconds between two looks at the clock."""
+"""Seconds between two wake-ups of the task that measures the lag."""
 
 Generate = Callable[[Any], Awaitable[Any]]
 
@@ -59,7 +60,7 @@ Generate = Callable[[Any], Awaitable[Any]]
 
 
 class Answering(asyncio.Protocol):
-    """Answers every request at once, whatever it asks."""
+    """Answers every request immediately with the same answer."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -86,7 +87,7 @@ class Answering(asyncio.Protocol):
 
 
 def answer() -> bytes:
-    """128 sampled ids as our server writes them."""
+    """The body of an answer with 128 sampled ids, as our server writes it."""
     rng = np.random.default_rng(0)
     ours = {"policy_versions": None, "policy_version": 3, "seed": 0, "queued_seconds": 0.0, "generated_seconds": 0.1}
     choice = {
@@ -101,7 +102,7 @@ def answer() -> bytes:
 
 
 def serve(core: int, port: Connection) -> None:
-    """Until the process is ended."""
+    """Serve on this core until the process is ended."""
     pin(core)
 
     async def run() -> None:
@@ -189,13 +190,13 @@ CLIENTS: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Genera
 
 
 Lags = list[tuple[float, float]]
-"""Seconds of the clock and of the processor that the loop took beyond the wait."""
+"""For each wake-up, the seconds by which it was late: in wall-clock time and in processor time."""
 
 
 async def measure(client: str, url: str, prompts: list[Any], requests: int, lags: Lags) -> dict[str, float]:
-    """Requests per second, of the clock and of the processor."""
+    """Run one round of a client; returns requests per second of wall-clock time and of processor time."""
     gc.collect()
-    gc.freeze()  # what the client before left is not looked through again
+    gc.freeze()  # later collections skip what the previous client left
     async with CLIENTS[client](url) as generate:
         left = iter(range(requests))
 
@@ -203,7 +204,7 @@ async def measure(client: str, url: str, prompts: list[Any], requests: int, lags
             for number in left:
                 await generate(prompts[number % len(prompts)])
 
-        await asyncio.gather(*(generate(prompts[0]) for _ in range(UNDER_WAY)))  # the connections
+        await asyncio.gather(*(generate(prompts[0]) for _ in range(UNDER_WAY)))  # opens the connections
         looking = asyncio.create_task(look_at_the_clock(lags))
         began, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(keep_asking() for _ in range(UNDER_WAY)))
@@ -240,7 +241,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def codecs() -> dict[str, float]:
-    """Milliseconds of writing one long prompt, and of reading one long completion's logprobs."""
+    """The milliseconds to write one long prompt, and to read the logprobs of one long completion."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, VOCAB, 32_768, dtype=np.int32)
     logprobs = json.dumps((-rng.random(4_096, dtype=np.float32)).tolist()).encode()

@@ -1,14 +1,16 @@
-"""What exactness under top_p 0.95 with top_k 50 costs: a training step, sampling, bytes.
+"""Measures what exact training with top_p 0.95 and top_k 50 costs: in a training step, in sampling, and in bytes.
 
-- `train step`: an optimizer step that normalises over the kept sets, against the same step over the whole vocabulary,
-  which `accept_truncation_mismatch` takes. Both train the same completions, drawn from the cut distribution.
-- `sample 16`, `sample 64`: tokens a second of so many sequences, drawn from the cut distribution with their kept sets,
-  against tokens drawn from the whole one.
-- `bytes a token`: of the kept sets, in the batch to the trainer and in a file of trajectories.
+- `train step`: an optimizer step that normalises over the kept sets, compared with a step that normalises over the
+  whole vocabulary (as with `accept_truncation_mismatch`). Both train the same completions, which are drawn from the
+  truncated distribution.
+- `sample 16`, `sample 64`: tokens per second for 16 and 64 sequences, drawn from the truncated distribution with their
+  kept sets, compared with tokens drawn from the whole distribution.
+- `bytes a token`: the size of the kept sets per token, in the batch for the trainer and in a file of trajectories.
 
-Each pair is measured one after the other, in alternating order, in rounds over the three kinds until there are enough
-or the time is spent. A ratio is the median over the pairs, of seconds for the step and of tokens a second for sampling,
-with the interval that holds the median with at least 95% by the order of the pairs.
+In each round, one pair of measurements is made for each of the three kinds, one measurement after the other, in
+alternating order. Rounds continue until there are enough pairs or the time is used up. A ratio is the median over the
+pairs, of seconds for the training step and of tokens per second for sampling. Its interval contains the true median
+with a probability of at least 95%, and is computed from the order statistics of the pairs.
 
 Prints one table. Run: python benchmarks/kept_sets.py --model smollm2-135m
 """
@@ -58,15 +60,15 @@ QUESTIONS = (
 
 @dataclass
 class Kind:
-    """A pair of things that are measured in turns."""
+    """A pair of functions that measure the same thing with and without kept sets."""
 
     ours: Callable[[], float]
-    """With kept sets."""
+    """Measures with kept sets; `theirs` measures without."""
     theirs: Callable[[], float]
     pairs: list[tuple[float, float]] = field(default_factory=list)
 
     def measure(self) -> None:
-        """One more pair."""
+        """Measure one more pair."""
         if len(self.pairs) % 2:
             theirs = self.theirs()
             self.pairs.append((self.ours(), theirs))
@@ -74,7 +76,7 @@ class Kind:
             self.pairs.append((self.ours(), self.theirs()))
 
     def line(self, digits: int) -> str:
-        """Both medians, and that of the ratios."""
+        """A line of the table: both medians, and the median of the ratios with its interval."""
         ours, theirs = (statistics.median(one) for one in zip(*self.pairs, strict=True))
         ratios = sorted(one / other for one, other in self.pairs)
         count, below, out = len(ratios), 0.0, 0
@@ -90,8 +92,8 @@ class Kind:
 def drawn(
     decoder: Decoder, prompts: Sequence[Int32], params: SamplingParams, passes: int
 ) -> tuple[float, list[tuple[Int32, np.ndarray, KeptSets | None]]]:
-    """Tokens a second of so many passes, in which every sequence gets a token; and prompt with completion, logprobs and
-    kept sets of each sequence."""
+    """Run this number of passes, each of which samples one token for every sequence. Returns (1) tokens per second, and
+    (2) for each sequence its ids (prompt and completion), logprobs and kept sets."""
     slots = started(decoder, [SampleRequest(prompt_ids=ids, params=params, seed=i) for i, ids in enumerate(prompts)])
     table = decoder.table
     before, began = decoder.counts.sampled_tokens, time.perf_counter()
@@ -108,7 +110,7 @@ def drawn(
 
 
 def as_samples(found: Sequence[tuple[Int32, np.ndarray, KeptSets | None]]) -> list[TrainingSample]:
-    """Training samples of completions with kept sets, with advantages of both signs."""
+    """Make training samples of completions with kept sets. Half of the advantages are positive, half are negative."""
     samples = []
     for number, (ids, logprobs, kept) in enumerate(found):
         assert kept is not None
@@ -123,7 +125,8 @@ def as_samples(found: Sequence[tuple[Int32, np.ndarray, KeptSets | None]]) -> li
 
 
 def bytes_a_token(kept: Sequence[KeptSets]) -> tuple[float, float, float]:
-    """Ids of a set; bytes of it in memory, and in Parquet as files of trajectories have it."""
+    """Return three means per token: the number of ids in a kept set, its bytes in memory, and its bytes in a Parquet
+    file that is written like the files of trajectories."""
     tokens = sum(map(len, kept))
     sets = pa.array([[each[place].tolist() for place in range(len(each))] for each in kept])
     table = pa.table({"kept_sets": sets.cast(pa.list_(pa.list_(pa.int32())))})
@@ -135,7 +138,7 @@ def bytes_a_token(kept: Sequence[KeptSets]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a folder, or a name of `verbatim models get`")
     parser.add_argument("--pairs", type=int, default=9)

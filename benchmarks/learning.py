@@ -1,10 +1,12 @@
-"""How the losses learn on guess_number: the same warm-started model, seeds, batches and learning rate for each.
+"""Compares how the losses learn on guess_number, each with the same warm-started model, seeds, batch size and learning
+rate.
 
     python benchmarks/learning.py [--steps 350] [--seeds 1] [--warm-start-steps 1500] [--only ppo gspo]
 
-Runs `verbatim rl` with the recipe as it is but for the loss (and, for ipa, the advantage), one after the other. Prints
-one JSON line, and writes the figure learning.png and the table between the marks of losses.md in benchmarks/notes. With
-`--out` both go to another folder; with `--only`, a part of the comparison, to the current one.
+Runs `verbatim rl` once per loss and seed, with the recipe unchanged except for the loss (and, for ipa, the advantage).
+Prints one JSON line, and writes into benchmarks/notes the figure learning.png and a table, which replaces the text
+between two marks in losses.md. With `--out`, figure and table are written into the given folder instead; with `--only`,
+which runs a part of the comparison, into the current folder.
 """
 
 from __future__ import annotations
@@ -33,26 +35,26 @@ ALGORITHMS = {
     "ipa + chunk_returns": ("--trainer.loss.type", "ipa", "--orchestrator.advantage.type", "chunk_returns"),
 }
 LEARNED = 0.9
-"""A smoothed training reward that counts as learned."""
+"""The smoothed training reward from which on a run counts as having learned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run."""
+    """The result of one run."""
 
     curve: Curve
-    """Training rewards and evaluations."""
+    """The run's training rewards and evaluations."""
     masked: float
     """Share of the trained tokens that the loss masked, over the whole run."""
 
     @property
     def learned_after(self) -> int | None:
-        """The first batch whose smoothed reward is high enough; None = never."""
+        """The first batch whose smoothed reward is at least `LEARNED`; None if there is no such batch."""
         return next((batch for batch, reward in smoothed(self.curve) if reward >= LEARNED), None)
 
 
 def run(name: str, model: Path, steps: int, seed: int, folder: Path) -> Outcome:
-    """One algorithm on one seed."""
+    """Run one algorithm with one seed."""
     place = folder / f"{name.replace(' ', '')}-{seed}"
     options = [*run_options(model, steps, 1), *ALGORITHMS[name], "--seed", str(seed), "--run-dir", str(place)]
     options += ["--orchestrator.eval.interval", str(max(1, steps // 5))]
@@ -64,7 +66,7 @@ def run(name: str, model: Path, steps: int, seed: int, folder: Path) -> Outcome:
 
 
 def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
-    """One row for each algorithm; figures are means over seeds."""
+    """The results as a Markdown table with one row per algorithm. Figures are means over the seeds."""
     rows = [
         f"| | success before | after | steps until the training reward is {LEARNED} | tokens masked by the loss |",
         "|---|---|---|---|---|",
@@ -79,7 +81,7 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
 
 
 def put_into(page: Path, text: str) -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks `BEGIN` and `END` of a page."""
     before, mark, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     assert mark and end, f"{page} lacks the marks {BEGIN} and {END}"
@@ -87,7 +89,7 @@ def put_into(page: Path, text: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Run the comparison, draw the figure, write the table, and print the JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--seeds", type=int, default=1)

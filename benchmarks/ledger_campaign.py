@@ -1,10 +1,11 @@
-"""Short runs in which everything goes wrong that can: is a sampled token ever outside the ledger?
+"""Makes short runs in which everything goes wrong that can go wrong, and tests whether a sampled token is ever missing
+from the ledger.
 
-Tasks that outlive their episode, cancelled siblings, tools that raise or hang, deadlines, engines that fail, trainers
-that fail, stops and resumes, in runs of a few batches, with the scripted sampler and (every fifth run) the embedded
-engine; the clock of the former jumps from event to event. The engine's own count of the tokens that it drew is held
-against the ledger, at every checkpoint and at the end. One JSON line. `pytest --whole` runs as many
-(tests/run/orchestrator/test_ledger_campaign.py).
+The runs have a few batches, and the following faults: tasks that outlive their episode, cancelled siblings, tools that
+raise or hang, deadlines, failing engines, failing trainers, stops and resumes. Every fifth run uses the embedded
+engine; the others use the scripted sampler, on virtual time that jumps from event to event. At every checkpoint and at
+the end, the ledger is compared with the engine's own count of sampled tokens. Prints one JSON line. `pytest --whole`
+makes the same number of runs (tests/run/orchestrator/test_ledger_campaign.py).
 
     python benchmarks/ledger_campaign.py [--runs 500] [--first-seed 0]
 """
@@ -27,11 +28,11 @@ from run.orchestrator.faulty_runs import CampaignCounts, faulty_run, tiny_model
 from run.orchestrator.virtual_runs import on_virtual_time
 
 EMBEDDED_EVERY = 5
-"""One run in so many has the embedded engine."""
+"""One in this number of runs uses the embedded engine."""
 
 
 def main() -> None:
-    """Run, and print one JSON line; status 1 if a token is outside."""
+    """Make the runs and print one JSON line. The exit status is 1 if a token is missing from the ledger."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--first-seed", type=int, default=0)

@@ -1,10 +1,12 @@
-"""What a rank keeps of a long trajectory between the forward and the backward pass, and what ranks that share one send.
+"""Measures how many bytes a rank keeps for a long trajectory between forward and backward pass, and how many bytes it
+sends if several ranks share the trajectory.
 
-A layer of the shape of Qwen3-0.6B on one row, float32. Kept is what autograd saves and is no parameter, each
-storage once; of one layer: the difference of a model of two layers and one of one. The ranks of a group have tensors of
-the same shapes, so one of them is measured: an exchange notes what it would send, and gives back its own.
+The model has layers of the shape of Qwen3-0.6B, and computes one row in float32. The kept bytes are those of all
+tensors that autograd saves, except parameters; each storage counts once. The figure for one layer is the difference
+between a model with two layers and a model with one layer. All ranks of a group have tensors of the same shapes, so
+only one rank is measured: its exchange counts the bytes that it would send, and returns the rank's own tensors.
 
-Prints one JSON line: bytes of a token of the whole trajectory on each rank, in one layer.
+Prints one JSON line: for each number of ranks, the bytes on each rank per layer and per token of the whole trajectory.
 
     OMP_NUM_THREADS=1 python benchmarks/long_trajectory.py [--tokens 1024]
 """
@@ -35,7 +37,7 @@ HOST = torch.device("cpu")
 
 
 class OneOfMany(SequenceGroup):
-    """Rank 0 of a group whose others are not there."""
+    """Rank 0 of a group whose other ranks do not exist."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
@@ -47,7 +49,7 @@ class OneOfMany(SequenceGroup):
 
 
 class Kept:
-    """Bytes of what is saved, by storage."""
+    """Counts the bytes of saved tensors, each storage once."""
 
     def __init__(self, model: Any) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -56,7 +58,7 @@ class Kept:
     def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._parameters:
-            self.storages[storage.data_ptr()] = storage  # holds it, so that its memory is not another's
+            self.storages[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
         return tensor
 
     @property
@@ -65,7 +67,7 @@ class Kept:
 
 
 class Counted(ActivationOffload):
-    """Counts what goes to host memory."""
+    """Counts the bytes that are offloaded to host memory."""
 
     def __init__(self) -> None:
         super().__init__(HOST)
@@ -77,7 +79,8 @@ class Counted(ActivationOffload):
 
 
 def one_pass(layers: int, tokens: int, size: int, *, recompute: bool) -> dict[str, float]:
-    """Bytes that a forward pass keeps, in host memory with offload, and sends."""
+    """Run a forward pass; returns the bytes that it keeps (`kept`), offloads to host memory (`host`) and sends
+    (`sent`)."""
     config = Qwen3Config(vocab_size=64, num_hidden_layers=layers, head_dim=128, max_position_embeddings=tokens, **SHAPE)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)

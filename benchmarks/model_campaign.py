@@ -1,14 +1,16 @@
-"""Every causal language model class of the installed `transformers`: accepted and right, or refused by name?
+"""Tests that every causal language model class of the installed `transformers` is either computed correctly or refused
+with a message.
 
-Each class, at the defaults of its configuration and with its flags set otherwise, is made tiny and random. Rows, trees
-and one sample at a time are compared with plain `transformers` in float64; sampler, trainer and saved files over weight
-updates. One JSON line per configuration; the last line is the summary, and the status is 1 if anything is wrong.
+A tiny random model is made of each class, with the default configuration and with changed flags. In float64, the
+results for rows, for trees and for single samples are compared with plain `transformers`. Sampler, trainer and saved
+files are compared with each other over weight updates. Prints one JSON line per configuration, and a summary as the
+last line. The exit status is 1 if anything is wrong.
 
     python benchmarks/model_campaign.py [--only NAME ...] [--part I/N] > RESULTS.jsonl
     python benchmarks/model_campaign.py --document RESULTS.jsonl ...
 
-The first form takes a quarter of an hour on one core. The second puts the table into benchmarks/notes/models.md,
-and the model types, by what takes them, into docs/models.md.
+The first form takes a quarter of an hour on one core. The second form writes the table of results into
+benchmarks/notes/models.md, and the lists of model types that trainer and sampler accept into docs/models.md.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ BEGIN, END = "<!-- benchmarks/model_campaign.py: begin -->", "<!-- benchmarks/mo
 
 
 def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
-    """Judge all of them, or those whose name contains one of these words; the number of faults.
+    """Judge all configurations, or only those whose name contains one of these words. Returns the number of
+    configurations with faults.
 
     Args:
-        only: Words; none = all.
-        part: (2, 3) = the second of three parts, every third of them.
+        only: The words; all configurations are judged if there are no words.
+        part: The part to judge. (2, 3) is the second of three parts; each part has every third configuration.
     """
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
@@ -61,7 +64,8 @@ def campaign(only: list[str], part: tuple[int, int] = (1, 1)) -> int:
 
 
 def document(results: list[Path]) -> str:
-    """The table of the notes, from all parts of a campaign; of a configuration the last verdict counts."""
+    """Make the table for the notes from the results of all parts of a campaign. If a configuration has several
+    verdicts, the last one counts."""
     lines = [json.loads(line) for file in results for line in file.read_text(encoding="utf-8").splitlines()]
     last = {line["architecture"]: line for line in lines if "summary" not in line}
     missing = [str(a) for a in architectures() if str(a) not in last]
@@ -92,7 +96,8 @@ def document(results: list[Path]) -> str:
 
 
 def overview(table: str) -> str:
-    """The table of docs/models.md, from that of the notes: model types by what takes them, and flags that change it."""
+    """Make the table for docs/models.md from the table for the notes. It lists model types by whether trainer and
+    sampler accept them, and the flags that change this."""
     rows = re.findall(r"^\| ([^|]+) \| \w* \| (trees|rows|refused|not made) \| ([\w ]+) \|", table, re.MULTILINE)
     sides = {name: (trainer, sampler) for name, trainer, sampler in rows}
     listed: dict[tuple[str, str], list[str]] = {}
@@ -106,13 +111,13 @@ def overview(table: str) -> str:
 
 
 def put(text: str, page: Path) -> None:
-    """Replace what stands between the marks of a page."""
+    """Replace the text between the marks `BEGIN` and `END` of a page."""
     whole = page.read_text(encoding="utf-8")
     page.write_text(f"{whole.split(BEGIN)[0]}{BEGIN}\n{text}\n{END}{whole.split(END)[1]}", encoding="utf-8")
 
 
 def _reason(verdict: dict[str, Any]) -> str:
-    """The first refusal, as short as it is still one."""
+    """The first refusal, shortened to its reason."""
     if not verdict["reasons"]:
         return ""
     text = verdict["reasons"][-1 if verdict["trainer"] == "trees" else 0].splitlines()[0]

@@ -1,11 +1,14 @@
-"""What monitors cost a run: seconds that a step waits for each, and processor time of all its threads.
+"""Measures what monitors cost a run: the time that a step waits for each monitor, and the processor time of all
+threads.
 
-A step has 90 metrics, 5 distributions and 128 rollouts with conversations; every tenth one a table of four of them, and
-every twentieth an evaluation. The console draws for a terminal of 120 columns. Steps come every `--seconds`, so that
-threads and the live view work as they do in a run. `closing` is what the end of the run waits for: the rest of the
-queue, and in the first run of a database its tables. W&B records offline; what its own process does is not counted.
+Each step has 90 metrics, 5 distributions and 128 rollouts with conversations. Every tenth step also has a table of four
+of the rollouts, and every twentieth step has an evaluation. The console draws for a terminal of 120 columns. There is a
+step every `--seconds`, so that threads and the live view work as in a run. `closing` is the time that the end of the
+run waits for the rest of the queue and, in the first run with a database, for the creation of its tables. W&B records
+offline; the work of its own process is not counted.
 
-Prints one JSON line: medians of the wait for each step, and processor time for each. Run: python benchmarks/monitors.py
+Prints one JSON line: for each monitor, the median wait per step and the processor time per step. Run: python
+benchmarks/monitors.py
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ ROLLOUTS, NAMES = 128, [metric.name for metric in METRICS if "{" not in metric.n
 
 
 def outcomes_of(step: int) -> list[TrajectoryOutcome]:
-    """The rollouts of one step: two turns, a conversation of some two thousand characters."""
+    """Make the outcomes of one step, each with a conversation of about two thousand characters."""
     messages = tuple({"role": role, "content": "word " * 100} for role in ("system", "user", "assistant", "tool"))
     turn = Turn(prompt_ids=list(range(50)), completion_ids=list(range(40)))
     return [
@@ -51,7 +54,7 @@ def outcomes_of(step: int) -> list[TrajectoryOutcome]:
 
 
 def monitors(folder: Path) -> Mapping[str, Callable[[], Monitor]]:
-    """Each by its name; made when it is called."""
+    """By name, a function for each monitor that creates it."""
     from verbatim.logs.monitors.mlflow import Mlflow
     from verbatim.logs.monitors.tensorboard import Tensorboard
     from verbatim.logs.monitors.wandb import Wandb
@@ -69,13 +72,14 @@ def monitors(folder: Path) -> Mapping[str, Callable[[], Monitor]]:
 
 
 def measure(make: Callable[[], Monitor], steps: int, seconds: float) -> dict[str, float]:
-    """Milliseconds: the median wait of a step, processor time for each, and the wait for the end."""
+    """Run steps with one monitor. Returns, in milliseconds, the median and the longest wait of a step, the processor
+    time per step, and the wait at the end."""
     metrics = {name: number / 7 for number, name in enumerate(NAMES)}
     distributions = {f"distribution/{name}": [n / 3 for n in range(ROLLOUTS)] for name in "abcde"}
     outcomes = outcomes_of(1)
     told, waits = Monitors([make()]), []
     told.on_start({})
-    time.sleep(10 * seconds)  # the thread has loaded its package
+    time.sleep(10 * seconds)  # by now, the thread has loaded its package
     before = time.process_time()
     for step in range(1, steps + 1):
         began = time.perf_counter()
@@ -97,7 +101,7 @@ def measure(make: Callable[[], Monitor], steps: int, seconds: float) -> dict[str
 
 
 def main() -> None:
-    """Measure each in a process that measured the others before it."""
+    """Measure the monitors one after the other, in the same process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=0.5)

@@ -1,16 +1,18 @@
-"""What one orchestrator process pays for a turn: processor time, lag of the event loop, memory of an episode.
+"""Measures what rollouts cost one orchestrator process: processor time per turn, lag of the event loop, and memory per
+episode.
 
-Episodes of 8 turns run through the dispatcher, the groups, the rollout engine, tools and the recorder, as in a run; all
-are in flight at once. The sampler costs nothing: it has every completion ready. Three loads:
+Episodes of 8 turns run through the dispatcher, the groups, the rollout engine, tools and the recorder, as in a run. All
+episodes are in flight at the same time. The sampler costs nothing, because every completion is prepared. There are
+three loads:
 
-- `many`: 10,000 episodes of 2,000 tokens; rendering is left out (a renderer that copies arrays).
-- `long`: 5,008 episodes of 32,000 tokens, half of them sampled; the same renderer. Memory is read when all episodes
-  wait for their last completion.
-- `guess`: 512 games of guess_number with the demo's tokenizer and the renderer that its template is recognised as.
+- `many`: 10,000 episodes of 2,000 tokens, with a renderer that only copies arrays, so that rendering is not measured.
+- `long`: 5,008 episodes of 32,000 tokens, half of which are sampled, with the same renderer. Memory is read when all
+  episodes wait for their last completion.
+- `guess`: 512 games of guess_number with the demo's tokenizer, and the renderer that is chosen for the demo's template.
 
-Each load runs in a process of its own and prints one JSON line: microseconds of processor time for a turn, turns a
-second (of processor time), how late a task that sleeps 10 ms woke up (milliseconds: median, 99th percentile, most), and
-kilobytes of resident memory for an episode.
+Each load runs in a separate process and prints one JSON line: microseconds of processor time per turn, turns per second
+of processor time, the delay in milliseconds with which a task that sleeps for 10 ms wakes up (median, 99th percentile,
+maximum), and kilobytes of resident memory per episode.
 
     python benchmarks/orchestrator.py [--load many] [--episodes 10000]
 """
@@ -51,17 +53,17 @@ LAG_EVERY = 0.010
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is played."""
+    """The episodes of one load."""
 
     episodes: int
     opening: int = 0
-    """Tokens of the first prompt."""
+    """Number of tokens in the first prompt."""
     sampled: int = 0
-    """Tokens of a completion."""
+    """Number of tokens in a completion."""
     answer: int = 0
-    """Tokens that a tool's answer adds to the next prompt."""
+    """Number of tokens that a tool's answer adds to the next prompt."""
     holds: bool = False
-    """Whether all episodes wait for their last completion until all others do."""
+    """True if every episode waits with its last completion until all episodes have come that far."""
 
 
 LOADS = {
@@ -71,11 +73,11 @@ LOADS = {
 }
 
 
-# ---- the plain loads: rendering and sampling by the length of a prompt
+# ---- the plain loads, in which only the lengths of prompts and completions are realistic
 
 
 class PlainRenderer:
-    """Writes arrays of the load's lengths, and reads a call in every completion."""
+    """Renders arrays of the load's lengths, and parses every completion as a tool call."""
 
     name = "plain"
     stop_token_ids: tuple[int, ...] = (END,)
@@ -99,7 +101,7 @@ class PlainRenderer:
 
 
 class LookEpisode(Episode):
-    """Looks at places until it has looked often enough."""
+    """An episode that ends after `TURNS` calls of the tool `look`."""
 
     def __init__(self) -> None:
         self._left = TURNS
@@ -123,7 +125,7 @@ class LookEpisode(Episode):
 
 
 class LookAround:
-    """Episodes of `TURNS` turns, each of which calls a tool."""
+    """An environment whose episodes have `TURNS` turns, each with a tool call."""
 
     def examples(self, split: str) -> Sequence[Example]:
         return [Example(id=str(i)) for i in range(1000)]
@@ -133,7 +135,7 @@ class LookAround:
 
 
 class ReadySampler:
-    """Has every completion ready; other tasks run before it is handed over."""
+    """A sampler with prepared completions. Before it returns a completion, it lets other tasks run."""
 
     context_length, vocab_size, policy_version = 65_536, VOCAB, 0
 
@@ -166,7 +168,7 @@ class ReadySampler:
 
 
 class GuessScript:
-    """Guesses in a fixed order, with the tokens of the demo's model."""
+    """Completions that guess the numbers 1 to 15, in the tokens of the demo's model."""
 
     def __init__(self, encode: Callable[[str], list[int]], end: int) -> None:
         self._completions = [
@@ -182,7 +184,7 @@ class GuessScript:
 
 
 def guess_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
-    """The environment, the renderer, the sampler."""
+    """Make the environment, the renderer and the sampler of a load."""
     from verbatim.models.renderers import create_renderer
     from verbatim.models.trained_tokenizer import END_OF_TURN, build_tokenizer, chat_text
 
@@ -195,7 +197,7 @@ def guess_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
 
 
 def plain_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
-    """The environment, the renderer, the sampler."""
+    """Make the environment, the renderer and the sampler of a load."""
     completion = np.full(load.sampled, 11, dtype=np.int32)
     completion[-1] = END
     return LookAround(), PlainRenderer(load), ReadySampler(lambda request: completion.copy(), load)
@@ -205,12 +207,12 @@ def plain_setup(load: Load) -> tuple[Any, Any, ReadySampler]:
 
 
 def resident() -> int:
-    """Bytes of resident memory of this process."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def note_lag(lags: list[float]) -> None:
-    """How late each sleep of 10 ms ended, in seconds."""
+    """Record by how many seconds each sleep of 10 ms ends too late."""
     while True:
         due = time.monotonic() + LAG_EVERY
         await asyncio.sleep(LAG_EVERY)
@@ -218,7 +220,7 @@ async def note_lag(lags: list[float]) -> None:
 
 
 async def play(name: str, load: Load) -> Mapping[str, Any]:
-    """All episodes of one batch, at once."""
+    """Play all episodes of a load as one batch, concurrently; returns the figures."""
     environment, renderer, sampler = (guess_setup if name == "guess" else plain_setup)(load)
     setup = RolloutSetup(
         env=name,
@@ -247,7 +249,7 @@ async def play(name: str, load: Load) -> Mapping[str, Any]:
     await asyncio.sleep(0.05)
     lags.clear()
     stack = contextlib.ExitStack()
-    with contextlib.suppress(ImportError):  # an older version has none
+    with contextlib.suppress(ImportError):  # an older version of Verbatim lacks this module
         from verbatim.run.orchestrator.gc_policy import seldom_collected, spot_checks
 
         stack.enter_context(seldom_collected())

@@ -1,9 +1,10 @@
-"""Writing a run's trajectories: processor time of a step beside JSON lines, and bytes for each sampled token.
+"""Measures the writing of a run's trajectories: processor time per step, compared with JSON lines, and bytes per
+sampled token.
 
-Reads the trajectories of a finished run, such as that of `make demo`, and writes those of its last steps again, as a
-run does (a Parquet file for each step) and as JSON lines. Share is the processor time of a file over the wall time of
-a step of that run (asked: at most 0.03). Bytes are those of the files over the sampled tokens: of ids (prompts and
-completions), of the sampler's logprobs, and of everything else (asked: at most 12).
+Reads the trajectories of a finished run, such as that of `make demo`, and writes those of its last steps again, both in
+the way of a run (one Parquet file per step) and as JSON lines. `share` is the processor time to write a file, divided
+by the wall-clock time of a step in that run (required: at most 0.03). Bytes are the sizes of the files per sampled
+token, for ids (prompts and completions), for the sampler's logprobs, and for everything else (required: at most 12).
 
 Prints one JSON line of medians. Run on a quiet machine: python benchmarks/outcomes.py runs/guess_number/latest
 """
@@ -28,14 +29,14 @@ from verbatim.logs.outcomes.files import OutcomeFolder, files_in, read_outcomes
 
 
 def seconds_of(write: Callable[[], object]) -> float:
-    """Processor time of this process, all its threads."""
+    """Call `write`; returns the processor time in seconds that this process took, with all its threads."""
     began = time.process_time()
     write()
     return time.process_time() - began
 
 
 def write_lines(path: Path, step: int, outcomes: list[TrajectoryOutcome]) -> None:
-    """As a run did before it wrote Parquet files."""
+    """Write the trajectories of a step as JSON lines, as older versions of Verbatim did."""
     log = TrajectoryLog(path / f"{step}.jsonl")
     for outcome in outcomes:
         log.write(step, outcome.trajectory)
@@ -43,7 +44,7 @@ def write_lines(path: Path, step: int, outcomes: list[TrajectoryOutcome]) -> Non
 
 
 def bytes_by_kind(folder: Path) -> dict[str, int]:
-    """Compressed bytes of the files' columns."""
+    """The compressed size in bytes of the files' columns, by kind of column."""
     found = {"ids": 0, "logprobs": 0, "rest": 0}
     for path in files_in(folder).values():
         file = pq.ParquetFile(path).metadata
@@ -60,7 +61,7 @@ def bytes_by_kind(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """Write each step twice, in turn."""
+    """Write each step in both forms, one after the other, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, default=20, help="the last ones")

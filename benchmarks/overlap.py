@@ -1,12 +1,13 @@
-"""How much of the sampler's and the trainer's time overlaps, when each has its own core.
+"""Measures how well the work of sampler and trainer overlaps if each has its own core.
 
     python benchmarks/overlap.py [--steps 25] [--repetitions 3] [--warm-start-steps 600]
 
-Each side is timed alone on the same work, one thread on one core: the orchestrator with a trainer that answers at once,
-and the trainer with the batches that the former handed over. Then both together, each on its core, asynchronous by one
-step. Nothing is learned (a learning rate of 1e-30), so that the work stays the same. `ratio` is the wall time of a step
-together over that of the slower side alone; 1 would be perfect overlap. Synchronous and asynchronous runs are also
-compared on both cores without pinning. Prints one JSON line; figures are medians over repetitions, in turns.
+First, each side is timed alone on the same work, with one thread on one core: the orchestrator with a trainer that
+answers immediately, and the trainer with the batches that this orchestrator has handed over. Then both run together,
+each on its own core, asynchronous by one step. Nothing is learned (a learning rate of 1e-30), so that the work stays
+the same. `ratio` is the wall-clock time of a step when both run together, divided by that of the slower side alone;
+with perfect overlap it would be 1. Synchronous and asynchronous runs are also compared on both cores without pinning.
+The measurements take turns. Prints one JSON line; figures are medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> float:
-    """Seconds per step of the orchestrator; the batches stay in `folder/messages`."""
+    """Run the orchestrator alone; returns seconds per step. The batches are kept in `folder/messages`."""
     run = folder / "sampler"
     process = multiprocessing.get_context("spawn").Process(
         target=answer_at_once, args=(run, folder / "messages", folder / "sft" / "warm_start", other), daemon=True
@@ -46,11 +47,11 @@ def sampler_alone(folder: Path, options: list[str], core: int, other: int) -> fl
 
 
 def answer_at_once(run: Path, messages: Path, model: Path, core: int) -> None:
-    """A trainer that trains nothing: keeps each batch, and says that its weights are what they were."""
+    """Act as a trainer that does not train. It keeps each batch in `messages`, and reports unchanged weights."""
     os.sched_setaffinity(0, {core})
     messages.mkdir()
     exchange = Exchange.open(run / "exchange")
-    while not (run / "config.toml").exists():  # both sides must have the same; this one has whatever the other has
+    while not (run / "config.toml").exists():  # both sides need the same, so copy the other side's
         time.sleep(0.01)
     publish_bytes(exchange.config, (run / "config.toml").read_bytes())
     with Heartbeat(exchange.trainer_beat) as heartbeat:
@@ -69,7 +70,7 @@ def answer_at_once(run: Path, messages: Path, model: Path, core: int) -> None:
 
 
 def trainer_alone(folder: Path, options: list[str], core: int) -> float:
-    """Seconds per step of a trainer that always has the next batch."""
+    """Run the trainer alone with batches that are always ready; returns seconds per step."""
     run = folder / "trainer"
     process = verbatim("trainer", *options, "--run-dir", str(run), cores=[core], cwd=folder, **ONE_THREAD)
     while (exchange := Exchange.current(run / "exchange")) is None or exchange.read_ready() is None:
@@ -92,7 +93,7 @@ def trainer_alone(folder: Path, options: list[str], core: int) -> float:
 
 
 def together(folder: Path, options: list[str], sampler_core: int, trainer_core: int) -> float:
-    """Seconds per step of both, each on its core."""
+    """Run orchestrator and trainer together, each on its own core; returns seconds per step."""
     run = ["--run-dir", str(folder / "together")]
     trainer = verbatim("trainer", *options, *run, cores=[trainer_core], cwd=folder, **ONE_THREAD)
     finish(verbatim("orchestrator", *options, *run, cores=[sampler_core], cwd=folder, **ONE_THREAD))
@@ -101,14 +102,14 @@ def together(folder: Path, options: list[str], sampler_core: int, trainer_core: 
 
 
 def unpinned(folder: Path, options: list[str]) -> float:
-    """Seconds per step of `verbatim rl` as a user types it."""
+    """Run `verbatim rl` as users do, without pinning; returns seconds per step."""
     run = folder / "unpinned"
     finish(verbatim("rl", *options, "--run-dir", str(run), cwd=folder))
     return seconds_per_step(train_metrics(run), SKIP)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--repetitions", type=int, default=3)

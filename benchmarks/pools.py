@@ -1,9 +1,10 @@
-"""Difficulty pools at work: sampled tokens for each group that has a gradient, with pools and without.
+"""Measures the effect of difficulty pools: sampled tokens per group that has a gradient, with pools and without.
 
-The data set is guess_number in which a third of the secrets is trivial (every game is won) and a third impossible (none
-is). Both runs start from the demo's model after a short warm start and take the same number of steps. Counted, from
-their trajectory logs, is what was sampled after the first pass over the data: tokens over groups whose rewards differ
-(asked: at least 2 times fewer with pools). Prints one JSON line. Run: python benchmarks/pools.py
+The data set is guess_number, in which a third of the secrets is trivial (every game is won) and a third is impossible
+(no game is won). Both runs start from the demo's model after a short warm start, and take the same number of steps.
+From their trajectory logs, the tokens sampled after the first pass over the data are counted and divided by the number
+of groups whose rewards differ (required: with pools, at most half as many tokens per such group). Prints one JSON line.
+Run: python benchmarks/pools.py
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ ENVIRONMENT = '[{ import_path = "uneven.Uneven" }]'
 
 
 def tokens_per_useful_group(run: Path) -> tuple[float, int, int]:
-    """Sampled tokens for each group with a gradient, the number of those groups, and of all, after the first pass."""
+    """Return three figures for the time after the first pass over the data: the sampled tokens per group with a
+    gradient, the number of these groups, and the number of all groups."""
     rewards: dict[str, set[float]] = {}
     tokens = 0
     first_pass = SECRETS // GROUPS
@@ -50,7 +52,7 @@ def tokens_per_useful_group(run: Path) -> tuple[float, int, int]:
 
 
 def main() -> None:
-    """Run twice and compare."""
+    """Train without and with pools, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warm-start-steps", type=int, default=600)

@@ -1,8 +1,9 @@
-"""What a process for each episode costs: a program that imports OpenAI's SDK and asks once, and the same one reused.
+"""Measures what a separate process per episode costs, compared with a reused process. The program imports OpenAI's SDK
+and sends one request.
 
-Episodes are started all at once, against a sampler that answers at once; at most eight programs start at a time. Prints
-one JSON line: seconds of processor time of the programs for an episode, with their sandboxes and shells where each has
-its own, and the seconds until the last episode has ended, for each number of episodes.
+All episodes start at the same time, and the sampler answers immediately. At most eight programs start at a time. Prints
+one JSON line with two figures for each number of episodes: the programs' processor time per episode in seconds
+(including sandboxes and shells if each episode has its own process), and the seconds until the last episode has ended.
 
 Run: python benchmarks/program_start.py
 """
@@ -53,8 +54,8 @@ def children() -> float:
 
 
 async def play(folder: Path, count: int, *, reuse: bool, sandbox: bool) -> tuple[float, float]:
-    """Seconds until all episodes have ended, and processor time: of the processes that have ended, or what the program
-    that is reused says of itself."""
+    """Play the episodes. Returns (1) the seconds until all episodes have ended, and (2) the processor time in seconds:
+    that of the processes that have ended, or the time that a reused program reports about itself."""
     sampler = ScriptedSampler(
         script=lambda _: np.array(written({"content": "hello"}), np.int32), vocab_size=VOCAB_SIZE, context_length=10_000
     )

@@ -1,14 +1,16 @@
-"""What playing episodes in other processes costs over playing them here, and what it gains where environments are busy.
+"""Measures what it costs to play episodes in other processes instead of this process, and what it gains if environments
+compute a lot.
 
-Cost: 64 episodes of guess_number at a time, and one alone; a sampler that answers at once with a call of the tool; two
-workers on this machine. All of the difference is overhead. With processes each turn is two messages over a socket; with
-Ray (`--ray`) it is an HTTP request over loopback. Processor time is that of this process and of the workers together.
+For the cost, 64 concurrent episodes of guess_number are played, and single episodes, with two workers on this machine.
+The sampler answers immediately with a tool call, so that all of the difference is overhead. With worker processes, each
+turn takes two messages over a socket; with Ray (`--ray`), it takes an HTTP request over loopback. Processor time is
+that of this process and the workers together.
 
-Gain: two environments whose tool computes for 10 ms in Python, played here and with one process each. With two free
-cores it is at most 2.
+For the gain, two environments that compute for 10 ms per turn in Python are played in this process, and then with one
+process each. With two free cores, the gain is at most a factor of 2.
 
-Prints one JSON line, in milliseconds: medians over the repetitions for wall-clock time, totals over them for processor
-time, all sides in turns. Run: python benchmarks/remote_rollouts.py
+The ways to play take turns. Prints one JSON line in milliseconds. Wall-clock times are medians over the repetitions;
+processor times are means over all of them. Run: python benchmarks/remote_rollouts.py
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ BUSY_SECONDS, BUSY_EPISODES = 0.01, 16
 
 
 class Busy(GuessNumber):
-    """Each guess is computed on for a while before it is answered."""
+    """A guess_number whose episodes compute for `BUSY_SECONDS` in each turn."""
 
     async def start(self, example: Any, seed: int) -> Any:
-        """An episode that computes."""
+        """Start an episode that computes."""
         episode = await super().start(example, seed)
         reply = episode.state_key
 
@@ -70,7 +72,7 @@ class Busy(GuessNumber):
 
 
 class Bench:
-    """A sampler, a renderer, and what episodes share."""
+    """The sampler, the renderer, and the settings that all episodes share."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = GuessNumber()
@@ -83,7 +85,7 @@ class Bench:
         self.example = self.environment.examples("train")[0]
 
     def remote(self, labels: Sequence[str], name: str) -> dict[tuple[str, str], RemoteSetup]:
-        """These environments, for workers."""
+        """The setups with which workers play these environments."""
         return {
             ("train", label): RemoteSetup(env=label, name=name, args={}, params=self.params, limits=self.limits)
             for label in labels
@@ -97,7 +99,7 @@ class Bench:
         label: str = "guess_number",
         environment: GuessNumber | None = None,
     ) -> int:
-        """One group; its turns."""
+        """Play one group of episodes; returns its number of turns."""
         setup = RolloutSetup(
             env=label,
             environment=environment or self.environment,
@@ -114,7 +116,7 @@ class Bench:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time so far, of this process and of these, all threads."""
+    """The processor time in seconds of this process and of the given processes so far, with all threads."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -123,7 +125,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float]:
-    """Milliseconds of each player."""
+    """Measure the milliseconds per episode and per turn for each way to play."""
     remote = bench.remote(["guess_number"], "guess_number")
     async with contextlib.AsyncExitStack() as stack:
         inputs = RunnerInputs(setups=remote, sampler=bench.sampler, renderer=bench.renderer, workers=2)
@@ -147,7 +149,7 @@ async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float
                     began, before = time.perf_counter(), cpu_seconds(pids)
                     num_turns = await bench.play(player, size, index)
                     seconds, used = time.perf_counter() - began, cpu_seconds(pids) - before
-                    if index:  # the first one warms up
+                    if index:  # the first round warms up
                         wall[f"{name}_{what}"].append(1000 * seconds / size)
                         if size > 1:
                             cpu[name] += 1000 * used
@@ -165,7 +167,7 @@ async def cost(bench: Bench, repeats: int, *, with_ray: bool) -> dict[str, float
 
 
 async def gain(bench: Bench, repeats: int) -> dict[str, float]:
-    """How much sooner two busy environments are through with a process each."""
+    """Measure how much faster two computing environments are if each has a process of its own."""
     labels, busy = ("one", "two"), Busy()
     remote = bench.remote(labels, f"{Path(__file__).stem}.Busy")
     inputs = RunnerInputs(setups=remote, sampler=bench.sampler, renderer=bench.renderer, workers=1)
@@ -186,7 +188,7 @@ async def gain(bench: Bench, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print one JSON line."""
+    """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ray", action="store_true", help="actors of a local Ray too")

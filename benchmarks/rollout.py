@@ -1,15 +1,17 @@
-"""Episodes per second of `MultiTurnRollout` against a lock-step loop of the same parts.
+"""Compares the episodes per second of `MultiTurnRollout` with those of a lock-step loop that is made of the same parts.
 
-64 episodes of 1 to 8 turns, 32 to 256 sampled tokens each, all but the last followed by a tool call. Tools take a
-long-tailed time (log-normal, median 20 ms, 99th percentile 500 ms), or none. The lock-step loop samples one turn of
-every live episode as a batch, waits for the longest, then runs the tools one after the other.
+There are 64 episodes of 1 to 8 turns. Each turn samples 32 to 256 tokens, and every turn except the last makes a tool
+call. The durations of tools have a long tail (log-normal, median 20 ms, 99th percentile 500 ms), or are 0. The
+lock-step loop samples one turn of every live episode as a batch, waits for the longest, and then runs the tools one
+after the other.
 
-Two samplers, both told how much to sample: `scripted` decodes one token of every live request in each step of 4 ms,
-however many there are, as a GPU does; `embedded` is our own, with a tiny model on one thread.
+There are two samplers, both of which are told how many tokens to sample. `scripted` decodes one token of every live
+request in each step of 4 ms, however many requests there are, as a GPU does. `embedded` is our own sampler, with a tiny
+model on one thread.
 
-Prints one JSON line; rates and ratios are medians over the repetitions. `ratio_over_lock_step` (asked: at least 2.5),
-the same with tools that take no time (asked: at least 0.9), and `share_of_instant_tools`, our rate over our own rate
-with tools that take no time. Run: python benchmarks/rollout.py
+Prints one JSON line; rates and ratios are medians over the repetitions. `ratio_over_lock_step` is required to be at
+least 2.5, and the same ratio with tools that take no time at least 0.9. `share_of_instant_tools` is our rate divided by
+our rate with tools that take no time. Run: python benchmarks/rollout.py
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ OPENING, ANSWER = 64, 24
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What an episode will be like, whatever is sampled in it."""
+    """The script of an episode, which does not depend on the sampled tokens."""
 
     lengths: tuple[int, ...]
-    """Tokens that each turn samples."""
+    """Number of tokens that each turn samples."""
     latencies: tuple[float, ...]
-    """Seconds that the tool takes after each turn but the last."""
+    """Seconds that the tool takes after each turn except the last."""
 
 
 def write_scripts(count: int, seed: int, *, instant: bool) -> list[Script]:
-    """The same lengths for a seed, whether tools take time or not."""
+    """Draw scripts. For the same seed, the lengths are the same whether or not tools take time (`instant`)."""
     rng = np.random.default_rng(seed)
     scripts = []
     for _ in range(count):
@@ -71,7 +73,8 @@ def write_scripts(count: int, seed: int, *, instant: bool) -> list[Script]:
 
 
 class Plan:
-    """Finds an episode and its turn again from nothing but a prompt: its first id and its length."""
+    """Finds the script of a turn by its prompt alone: the first id identifies the episode, and the length identifies
+    the turn."""
 
     def __init__(self, scripts: Sequence[Script]) -> None:
         self._length: dict[tuple[int, int], int] = {}
@@ -84,16 +87,17 @@ class Plan:
                 at += length + ANSWER
 
     def length(self, prompt_ids: Ids) -> int:
-        """Tokens to sample."""
+        """The number of tokens to sample for this prompt."""
         return self._length[int(prompt_ids[0]), len(prompt_ids)]
 
     def calls(self, prompt_ids: Ids) -> bool:
-        """Whether the completion calls the tool."""
+        """True if the completion of this prompt calls the tool."""
         return self._calls[int(prompt_ids[0]), len(prompt_ids)]
 
 
 class PlanRenderer:
-    """Opens with the episode's number, reads completions by the plan, and writes all tool answers alike."""
+    """Renders an opening prompt that consists of the episode's number, parses completions according to the plan, and
+    renders all tool answers in the same way."""
 
     name = "plan"
     stop_token_ids: tuple[int, ...] = ()
@@ -120,7 +124,8 @@ class PlanRenderer:
 
 
 class SteppedSampler:
-    """Decodes on a thread of its own, as a GPU does: all live requests advance by one token in each step of 4 ms."""
+    """A sampler that decodes on a separate thread in the way of a GPU: all live requests advance by one token in each
+    step of 4 ms."""
 
     context_length, vocab_size, policy_version = CONTEXT, VOCAB, 0
 
@@ -177,7 +182,7 @@ class SteppedSampler:
 
 
 class EmbeddedSampler(TorchSampler):
-    """Our own, which samples what the plan says."""
+    """Our own sampler, which samples the number of tokens that the plan says."""
 
     plan = Plan([])
 
@@ -208,7 +213,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def make_tools(script: Script) -> ToolManager:
-    """One episode's tool, which takes its time."""
+    """Make the tool of one episode, which takes the time that the script says."""
     latencies = iter(script.latencies)
 
     async def work() -> str:
@@ -226,7 +231,7 @@ def opening(index: int) -> list[Message]:
 
 
 async def play_ours(sampler: Sampler, renderer: PlanRenderer, scripts: Sequence[Script]) -> int:
-    """The turns that were recorded."""
+    """Play with `MultiTurnRollout`; returns the number of recorded turns."""
     rollout = MultiTurnRollout(sampler=sampler, template=renderer, max_turns=MAX_TURNS)
     results = await rollout.run(
         [{"messages": opening(index)} for index in range(len(scripts))],
@@ -237,7 +242,7 @@ async def play_ours(sampler: Sampler, renderer: PlanRenderer, scripts: Sequence[
 
 
 class LockStepEpisode:
-    """One episode's state between two rounds."""
+    """The state of one episode in the lock-step loop."""
 
     def __init__(self, sampler: Sampler, renderer: PlanRenderer, script: Script, index: int) -> None:
         self.messages = opening(index)
@@ -257,7 +262,8 @@ class LockStepEpisode:
 
 
 async def play_lock_step(sampler: Sampler, renderer: PlanRenderer, scripts: Sequence[Script]) -> int:
-    """All live episodes one turn, then their tools, one after the other."""
+    """Play in lock-step: in each round, all live episodes sample one turn, and then their tools run one after the
+    other. Returns the number of recorded turns."""
     episodes = [LockStepEpisode(sampler, renderer, script, index) for index, script in enumerate(scripts)]
     live = episodes
     while live:
@@ -273,7 +279,7 @@ async def play_lock_step(sampler: Sampler, renderer: PlanRenderer, scripts: Sequ
 
 
 async def measure(sampler: Any, episodes: int, repeats: int) -> Mapping[str, Any]:
-    """Rates and ratios with one sampler; the loops take turns."""
+    """Measure rates and ratios with one sampler. The two loops take turns."""
     rates: dict[str, list[float]] = {}
     warm_up = write_scripts(8, 999, instant=True)
     sampler.plan = Plan(warm_up)
@@ -303,7 +309,7 @@ async def measure(sampler: Any, episodes: int, repeats: int) -> Mapping[str, Any
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,9 +1,11 @@
-"""Simulates routing over many replicas: how much of the prefix caches is found, and how evenly the requests are spread.
+"""Simulates routing over many replicas: how many prompt tokens are found in prefix caches, and how evenly requests are
+distributed.
 
-Episodes ask for a turn, are in their tools for a while, and come back with a longer prompt. A replica computes what its
-cache does not hold, and draws more slowly the more requests it has. A third of the way, some replicas are lost: what
-they were computing is asked for again, elsewhere. The routing of the pool is compared with perfect stickiness (an
-episode leaves a replica only when that is lost), a hash of the session, and replicas in turn. Prints one JSON line.
+Episodes request a turn, spend some time in their tools, and request the next turn with a longer prompt. A replica
+computes the prompt tokens that are not in its cache, and samples more slowly the more requests it has. After a third of
+the turns, some replicas are lost, and the requests that they were computing are sent again to different replicas. The
+routing of the pool is compared with perfect stickiness (an episode leaves a replica only if that replica is lost), with
+a hash of the session, and with using the replicas in turn. Prints one JSON line.
 
     python benchmarks/routing.py [--replicas 64] [--episodes 4096] [--turns 20] [--lost 8] [--concurrent 4096]
 """
@@ -23,33 +25,33 @@ from dataclasses import dataclass, field
 from verbatim.inference.pool.routing import Admission, Router
 
 PREFILL = 20_000.0
-"""Prompt tokens that a replica computes in a second."""
+"""Number of prompt tokens that a replica computes per second."""
 STEP, STEP_PER_REQUEST = 0.012, 0.0004
-"""Seconds of a decode step: with no other request, and for each request in the batch."""
+"""Seconds of a decode step: a constant part (`STEP`), and a part for each request in the batch (`STEP_PER_REQUEST`)."""
 TOOL_SECONDS = 1.5
-"""Mean seconds between two turns."""
+"""Mean number of seconds between two turns of an episode."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """One episode. Its lengths are drawn beforehand, so that they are the same for every routing."""
+    """One episode. Its lengths are drawn in advance, so that they are the same for every routing."""
 
     session: str
     new_tokens: list[int]
-    """What the environment adds to the prompt, by turn."""
+    """Number of tokens that the environment adds to the prompt, by turn."""
     completions: list[int]
-    """Tokens drawn, by turn."""
+    """Number of sampled tokens, by turn."""
     pauses: list[float]
-    """Seconds in tools, by turn."""
+    """Seconds spent in tools, by turn."""
     turn: int = 0
     length: int = 0
-    """Tokens of the turns so far."""
+    """Number of tokens in the turns so far."""
     cached_on: int | None = None
-    """The replica that holds them."""
+    """The replica that has these tokens in its cache; None if there is no such replica."""
 
 
 def draw_episodes(num: int, turns: int, rng: random.Random) -> list[Episode]:
-    """Episodes of different sizes: one may talk several times as much as another."""
+    """Draw episodes of different sizes: the completions of some are several times as long as those of others."""
     episodes = []
     for index in range(num):
         talks = rng.lognormvariate(4.5, 0.5)
@@ -65,7 +67,7 @@ def draw_episodes(num: int, turns: int, rng: random.Random) -> list[Episode]:
 
 
 class Routing:
-    """The pool's own."""
+    """The routing of the pool. Subclasses route differently."""
 
     def __init__(self, replicas: int) -> None:
         self.alive = list(range(replicas))
@@ -74,24 +76,25 @@ class Routing:
             self.router.add(replica)
 
     def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
-        """The replica for a request."""
+        """Choose the replica for a request."""
         place = self.router.take(session, prompt)
         assert place is not None
         return place.replica, place
 
     def leave(self, place: Admission | None) -> None:
-        """A request has ended."""
+        """Report that a request has ended."""
         if place is not None:
             self.router.leave(place)
 
     def lose(self, replica: int) -> None:
-        """A replica is gone."""
+        """Report that a replica is lost."""
         self.alive.remove(replica)
         self.router.remove(replica)
 
 
 class Perfect(Routing):
-    """An episode stays; one that is new, or whose replica was lost, goes where the fewest episodes are."""
+    """Perfect stickiness. An episode that is new, or whose replica was lost, goes to the replica with the fewest
+    episodes."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
@@ -108,14 +111,14 @@ class Perfect(Routing):
 
 
 class Hash(Routing):
-    """By a hash of the session."""
+    """Routing by a hash of the session."""
 
     def take(self, session: str, prompt: int) -> tuple[int, Admission | None]:
         return self.alive[zlib.crc32(session.encode()) % len(self.alive)], None
 
 
 class InTurn(Routing):
-    """One replica after the other."""
+    """Routing to one replica after the other."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
@@ -127,29 +130,30 @@ class InTurn(Routing):
 
 @dataclass(eq=False)
 class Simulation:
-    """One run of all episodes."""
+    """One simulated run of all episodes."""
 
     routing: Routing
     waiting: list[Episode]
-    """Episodes that begin when another one ends."""
+    """The episodes that have not begun yet. One begins each time an episode ends."""
     lose_at: int
-    """Turns after which replicas are lost; -1 = never."""
+    """Number of turns, over all episodes, after which replicas are lost; -1 for never."""
     lost: int
     rng: random.Random
     now: float = 0.0
     hits: int = 0
-    """Prompt tokens that were in the cache."""
+    """Number of prompt tokens that were found in caches."""
     prompts: int = 0
-    """Prompt tokens."""
+    """Number of all prompt tokens."""
     busy: dict[int, float] = field(default_factory=dict)
-    """Request-seconds by replica since the loss: in proportion to its mean number of requests in flight."""
+    """For each replica, the total duration of its requests since the loss, which is proportional to its mean number of
+    requests in flight."""
     _running: dict[int, int] = field(default_factory=dict)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _done: int = 0
 
     def run(self, concurrent: int) -> None:
-        """Begin so many episodes at once, and go on until all have ended."""
+        """Begin this number of episodes at the same time, and run until all episodes have ended."""
         self.busy = dict.fromkeys(self.routing.alive, 0.0)
         self._running = dict.fromkeys(self.routing.alive, 0)
         self.waiting.reverse()
@@ -161,7 +165,7 @@ class Simulation:
 
     @property
     def imbalance(self) -> float:
-        """Mean number of requests in flight of the busiest replica over that of all."""
+        """The mean number of requests in flight on the busiest replica, divided by the average over all replicas."""
         return max(self.busy.values()) * len(self.busy) / sum(self.busy.values())
 
     def _after(self, seconds: float, happen: Callable[[], None]) -> None:
@@ -182,7 +186,7 @@ class Simulation:
     def _end(self, episode: Episode, replica: int, place: Admission | None, began: float) -> None:
         self.routing.leave(place)
         self._running[replica] -= 1
-        if replica not in self.routing.alive:  # it was lost meanwhile
+        if replica not in self.routing.alive:  # the replica was lost meanwhile
             episode.cached_on = None
             self._ask(episode)
             return
@@ -204,7 +208,7 @@ class Simulation:
 def simulate(
     kind: type[Routing], *, replicas: int, episodes: int, turns: int, lost: int, concurrent: int, seed: int
 ) -> Simulation:
-    """All episodes with one way of routing."""
+    """Simulate all episodes with one kind of routing."""
     rng = random.Random(seed)
     simulation = Simulation(
         routing=kind(replicas),
@@ -218,7 +222,8 @@ def simulate(
 
 
 def measure(**settings: int) -> Mapping[str, float]:
-    """Hits as a share of those of perfect stickiness, and imbalance, of each way of routing."""
+    """For each kind of routing, the cache hits relative to those of perfect stickiness, the imbalance, and the duration
+    relative to that of perfect stickiness."""
     perfect = simulate(Perfect, **settings)
     rate = perfect.hits / perfect.prompts
     found: dict[str, float] = {"perfect_hit_rate": rate, "perfect_imbalance": perfect.imbalance}
@@ -233,7 +238,7 @@ def measure(**settings: int) -> Mapping[str, float]:
 
 
 def time_of_a_choice(replicas: int, requests: int = 20_000) -> float:
-    """Microseconds that a choice of the router takes."""
+    """The microseconds that the router takes to choose a replica."""
     router, rng = Router(most_running=256), random.Random(0)
     for replica in range(replicas):
         router.add(replica)

@@ -1,15 +1,17 @@
-"""Recording the turns of an episode and building its training samples: prompt tokens per second, and bytes kept.
+"""Measures the recording of an episode's turns and the building of its training samples, in prompt tokens per second
+and in bytes kept.
 
-Every turn brings 256 new ids, half of them sampled, and is handed over with its full prompt, as a rollout does. Loads:
+Every turn has 256 new ids, half of which are sampled, and is passed with its full prompt, as in a rollout. The loads:
 
 - `extends`: each prompt extends the turn before exactly, so the episode is one sample.
-- `breaks`: half of each completion is gone from the next prompt (stripped thinking), so every turn is a sample.
+- `breaks`: half of each completion is missing from the next prompt (stripped thinking), so every turn is a sample.
 
-Each with the prompts as int32 arrays and as Python lists. The rate counts the ids of all prompts handed over, over
-processor time; flatness is the time per such id at 128 turns over that at 16 (asked: at most 1.25). A sample's arrays
-are made when they are read: `packed` is the rate with what packing reads of every sample (its ids, and the arrays of
-its trained tokens), `read` the rate with every array of every sample. Memory is what 1,000 recorded episodes of 64
-turns add to the process, over their distinct ids (asked: at most 16 bytes), message texts excluded.
+Each load is measured with the prompts as int32 arrays and as Python lists. The rate is the number of ids in all prompts
+per second of processor time. Flatness is the time per id for 128 turns, divided by that for 16 turns (required: at most
+1.25). The arrays of a sample are made when they are read. `packed` is the rate if the arrays that packing reads are
+read too (the ids of every sample, and the arrays of its trained tokens); `read` is the rate if every array of every
+sample is read. Memory is the number of bytes that 1,000 recorded episodes of 64 turns add to the process, divided by
+the number of their distinct ids (required: at most 16 bytes), without message texts.
 
 Prints one JSON line of medians. Run on one core: python benchmarks/samples.py [--without-memory]
 """
@@ -41,7 +43,7 @@ PACKED = ("token_ids", "temperatures", "logprobs", "advantages", "chunk_ids")
 
 @dataclass(frozen=True)
 class Request:
-    """One turn as the engine hands it over."""
+    """One turn, as the engine passes it to the recorder."""
 
     prompt: Any
     completion: Any
@@ -50,7 +52,7 @@ class Request:
 
 
 def play(turns: int, rng: np.random.Generator, *, breaks: bool, lists: bool, sampled: int = SAMPLED) -> list[Request]:
-    """The requests of one episode."""
+    """Make the requests of one episode."""
     history = np.zeros(0, dtype=np.int32)
     requests = []
     for _ in range(turns):
@@ -63,7 +65,7 @@ def play(turns: int, rng: np.random.Generator, *, breaks: bool, lists: bool, sam
 
 
 def record(requests: Sequence[Request]) -> Trajectory:
-    """The trajectory, as a rollout records it."""
+    """Record the requests as a rollout does; returns the trajectory."""
     recorder = Recorder(VOCAB)
     for request in requests:
         recorder.record(
@@ -76,8 +78,8 @@ def record(requests: Sequence[Request]) -> Trajectory:
 
 
 def rates(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> tuple[float, float, float]:
-    """Prompt ids per second, medians of several episodes: recording and building; reading too what packing reads; and
-    reading every array."""
+    """Return three rates in prompt ids per second, each from the median over the repetitions: for recording and
+    building alone, for also reading what packing reads, and for also reading every array."""
     requests = play(turns, np.random.default_rng(turns), breaks=breaks, lists=lists)
     handed_over = sum(len(request.prompt) for request in requests)
     seconds: list[tuple[float, float, float]] = []
@@ -102,13 +104,13 @@ def rates(turns: int, repetitions: int, *, breaks: bool, lists: bool) -> tuple[f
 
 
 def bytes_per_token_alone(*args: int) -> float:
-    """In a process of its own, where nothing freed before is used again unseen."""
+    """Call `bytes_per_token` in a new process, in which no memory that was freed earlier can be reused."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(bytes_per_token, args)
 
 
 def bytes_per_token(episodes: int, turns: int, sampled: int) -> float:
-    """Resident bytes per distinct id of recorded episodes."""
+    """The resident bytes per distinct id of recorded episodes."""
     rng = np.random.default_rng(0)
     kept = [record(play(turns, rng, breaks=False, lists=False, sampled=sampled))]
     gc.collect()
@@ -138,7 +140,7 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=51, help="episodes of each load")
     parser.add_argument("--episodes", type=int, default=1000, help="episodes kept for the memory figure")

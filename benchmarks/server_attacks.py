@@ -1,13 +1,16 @@
-"""How long a healthy client of `verbatim serve` waits beside each class of attack, against alone.
+"""Measures how long a healthy client of `verbatim serve` waits during each class of attack, compared with the client
+alone.
 
-A server process with a tiny model, a healthy client (one request for 16 tokens after the other, each over a
-connection of its own) and an attacker (8 connections or more that ask as fast as they are answered), each in a
-process. For each class the healthy client is measured alone, then beside the attack, `--rounds` times in turn.
+There are three processes: a server with a tiny model, a healthy client, and an attacker. The healthy client sends one
+request for 16 tokens after the other, each over a new connection. The attacker usually has at least 8 connections, each
+of which sends the next request as soon as it is answered. For each class of attack, the healthy client is measured
+alone and then during the attack, `--rounds` times in turn.
 
-Prints a line for each class, and one JSON line: `ratio`, the median beside the attack over the median alone (asked: at
-most 2 in every class), `p99` in seconds beside it (asked: below 1), and `health`, the longest /health. All processes
-share the processor, and the attacker's share is part of the figure: run it on a machine that does nothing else.
-Run: python benchmarks/server_attacks.py
+Prints a line for each class, and one JSON line. `ratio` is the median latency during the attack, divided by the median
+latency alone (required: at most 2 in every class). `p99` is the 99th percentile of the latency during the attack, in
+seconds (required: below 1). `health` is the longest request of /health. All processes share the processor, so the
+figures include the attacker's share. Run the benchmark on a machine that does nothing else. Run: python
+benchmarks/server_attacks.py
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ Address = tuple[str, int]
 
 
 def request(path: str, body: bytes, *, length: int | None = None, more: str = "") -> bytes:
-    """A request as it is sent."""
+    """The bytes of an HTTP request."""
     size = len(body) if length is None else length
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
@@ -57,7 +60,7 @@ def chat(text: str) -> bytes:
 
 
 async def ask(address: Address, data: bytes) -> None:
-    """Send, and read whatever comes, to the end of the answer."""
+    """Send a request, and read the answer to its end."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(data)
@@ -77,7 +80,8 @@ async def again_and_again(address: Address, data: bytes) -> None:
 
 
 async def hold(address: Address, start: bytes, drip: bytes = b"") -> None:
-    """A connection that says this and then next to nothing, and comes again when it is closed."""
+    """Open a connection, send `start`, and then only `drip` from time to time. When the server closes the connection,
+    start again."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection(*address)
@@ -133,8 +137,8 @@ ATTACKS: dict[str, Callable[[Address], list[Awaitable[None]]]] = {
 
 
 def attack(address: Address, name: str) -> None:
-    """Until it is ended."""
-    os.nice(5)  # its own share of the processor is no part of what is measured
+    """Run an attack until the process is ended."""
+    os.nice(5)  # the attacker's use of the processor should affect the figures less
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -160,7 +164,7 @@ def timed(address: Address, method: str, path: str, body: bytes | None) -> float
 
 
 def watch(address: Address, seconds: float) -> tuple[list[float], float]:
-    """Latencies of requests, and the longest health check."""
+    """Act as the healthy client; returns the latencies of its requests, and the longest health check, in seconds."""
     found, health, end = [], 0.0, time.perf_counter() + seconds
     while (now := time.perf_counter()) < end or (len(found) < 20 and now < end + 30):
         found.append(timed(address, "POST", GENERATE, tokens([1, 2, len(found) % 50], max_tokens=16)))
@@ -169,12 +173,13 @@ def watch(address: Address, seconds: float) -> tuple[list[float], float]:
     return found, health
 
 
-# ---- both
+# ---- server and measurement
 
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[tuple[int, Address]]:
-    """`verbatim serve` with a model of some ten thousand weights."""
+    """Run `verbatim serve` with a model of some ten thousand weights while the block runs. Yields its process id and
+    address."""
     from verbatim.config.schema import BuildConfig
     from verbatim.models.build import build_model
 
@@ -229,7 +234,7 @@ def measure(address: Address, name: str, seconds: float, rounds: int) -> dict[st
         finally:
             attacker.kill()
             attacker.join()
-        time.sleep(1.0)  # what the attacker left behind ends
+        time.sleep(1.0)  # let the requests that the attacker left behind end
         alone += before
         beside += found
         ratios.append(statistics.median(found) / statistics.median(before))

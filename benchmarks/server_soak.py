@@ -1,13 +1,15 @@
-"""A server process under good and hostile load for a long time: its memory and its descriptors stay flat.
+"""Tests that the memory and the file descriptors of a server process do not grow under normal and hostile load for a
+long time.
 
 The load is that of `server_attacks`: a healthy client all the time, and each class of attack in turn for some seconds.
-After each, when it has been over for two seconds, the resident memory of the server and of the processes that render
-conversations is read, and the server's open descriptors. The verdict compares the medians of the second and the last
-quarter.
+Two seconds after the end of each attack, a reading is taken of the resident memory (of the server and of the processes
+that render conversations) and of the server's open descriptors. The verdict compares the medians of the readings in the
+second and in the last quarter.
 
-Prints a line for each reading, and one JSON line: `memory_growth` (last quarter over second, asked: at most 1.05),
-`descriptors_growth` (in descriptors, asked: at most 10), `requests`, `longest` in seconds.
-Run: python benchmarks/server_soak.py --minutes 60
+Prints a line for each reading, and one JSON line: `memory_growth` (last quarter divided by second quarter; required: at
+most 1.05), `descriptors_growth` (number of additional descriptors; required: at most 10), `requests` (number of the
+healthy client's requests), and `longest` (its longest request in seconds). Run: python benchmarks/server_soak.py
+--minutes 60
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from server_attacks import ATTACKS, Address, attack, serving, watch
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The server's process and its children at one time."""
+    """A reading of the server's process and its children at one time."""
 
     minute: float
     memory: float
-    """Mebibytes, resident."""
+    """Resident memory of all these processes in mebibytes."""
     descriptors: int
-    """Open in the server's own process."""
+    """Number of open descriptors in the server's own process."""
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and those that it started."""
+    """The ids of a process and of all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(found for child in children for found in descendants(int(child)))]
 
@@ -49,7 +51,7 @@ def read(pid: int, began: float) -> Reading:
     for one in descendants(pid):
         try:
             status = Path(f"/proc/{one}/status").read_text()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         resident += int(status.partition("VmRSS:")[2].split()[0]) if "VmRSS:" in status else 0
     return Reading(

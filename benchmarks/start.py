@@ -1,8 +1,9 @@
-"""What it costs to start: commands that answer at once, and a run on a model that exists, up to its first step.
+"""Measures what starting costs: the duration of short commands, and of a run on an existing model up to its first step.
 
-Whole processes, one after the other; with `--against` in pairs with another checkout, in changing order. Prints a line
-for each command: seconds and seconds of processor time (of all processes), medians, and with `--against` the mean ratio
-of ours to the other's with its 95% interval.
+Whole processes are run one after the other. With `--against`, each run is paired with a run of a different checkout, in
+alternating order. Prints lines for each command: the median of the seconds and of the processor seconds (of all its
+processes). With `--against`, each line also has the mean ratio of this checkout to the other one, with its 95%
+interval.
 
 Run: python benchmarks/start.py [--pairs 8] [--against CHECKOUT]
 """
@@ -36,7 +37,7 @@ COMMANDS = {
 
 
 def measure(tree: Path, name: str, model: Path) -> tuple[float, float]:
-    """Seconds, and seconds of processor time."""
+    """Run a command with the code of a checkout; returns its duration in seconds, and its processor time in seconds."""
     command = [sys.executable, "-m", "verbatim.cli", *COMMANDS[name]]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +58,7 @@ def measure(tree: Path, name: str, model: Path) -> tuple[float, float]:
             time.sleep(0.005)
         if name.startswith("rl,"):
             seconds = time.perf_counter() - began
-            process.send_signal(signal.SIGINT)  # it ends after this step
+            process.send_signal(signal.SIGINT)  # the run ends after this step
         process.wait()
         if not name.startswith("rl,"):
             seconds = time.perf_counter() - began
@@ -66,7 +67,7 @@ def measure(tree: Path, name: str, model: Path) -> tuple[float, float]:
 
 
 def made_model(folder: Path) -> Path:
-    """The model of the recipe after its warm start."""
+    """Make the recipe's model with its warm start; returns the model's folder."""
     shorter = ["rl", "guess_number", "--run-dir", "made", "--orchestrator.eval", "null", "--max-steps", "1"]
     subprocess.run(
         [sys.executable, "-m", "verbatim.cli", *shorter],
@@ -79,7 +80,7 @@ def made_model(folder: Path) -> Path:
 
 
 def interval(ratios: list[float]) -> str:
-    """The mean of the ratios with its 95% interval, by their logarithms."""
+    """The mean of the ratios with its 95% interval, as text. Both are computed from the logarithms of the ratios."""
     logs = [math.log(ratio) for ratio in ratios]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
@@ -89,7 +90,7 @@ def interval(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")

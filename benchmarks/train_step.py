@@ -1,9 +1,11 @@
-"""One optimizer step against plain `transformers` on the same tokens, and the memory of the logprobs of the targets.
+"""Compares one optimizer step with a step of plain `transformers` on the same tokens, and measures the memory that the
+logprobs of the targets take.
 
-The opponent is a hand-written step of full logits, importance-weighted policy gradient, backward, clipping and fused
-AdamW. It lays out the same rows in the best way that `transformers` offers: of padded batches sorted by length (on the
-right, where causality needs no mask) and rows packed end to end by `position_ids`, at several batch sizes, whichever is
-fastest on the day. Steps of both are taken in turns, so that a busy machine slows both; the ratio is of medians.
+The plain step is hand-written, with full logits, an importance-weighted policy gradient, a backward pass, clipping and
+fused AdamW. It arranges the same rows in the fastest way that `transformers` offers. Candidates are batches sorted by
+length and padded on the right (where a causal model needs no mask), and rows packed end to end by `position_ids`, both
+at several batch sizes. The fastest candidate is determined in each run. The two steps are taken in turns, so that a
+busy machine slows both; the ratio is of medians.
 
 Prints one JSON line. Run: OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/train_step.py
 """
@@ -49,17 +51,18 @@ from verbatim.trainer.trainer import Trainer
 RECIPE = Path(__file__).parents[1] / "recipes" / "guess_number.toml"
 OPTIM = OptimConfig(lr=1e-4, max_grad_norm=1.0)
 BUDGETS = (1024, 2048, 4096, 8192, 16_384)
-"""Tokens, padding included, of the opponent's micro-batches that are tried."""
+"""The sizes of the plain step's micro-batches that are tried, in tokens including padding."""
 PACKINGS = ("rows", "auto")
-"""Rows compute every token, as the opponent does; "auto" computes shared prefixes once where that saves tokens."""
+"""The packings of our trainer. "rows" computes every token, as the plain step does; "auto" computes shared prefixes
+only once if that saves tokens."""
 MEMORY_TARGETS, MEMORY_VOCAB, MEMORY_WIDTH = 8192, 151_936, 64
 
 
-# ---- the two cases: a model folder and samples
+# ---- the cases: each writes a model into a folder and returns samples
 
 
 def demo_case(folder: Path) -> list[TrainingSample]:
-    """The demo's model, and 256 of its games."""
+    """Make the demo's model, and samples of 256 of its games."""
     game, config = GuessNumber(), load_config(RECIPE)
     shown = game.demonstrations(256, 0)
     build_model(folder, config.model.build, [chat_text(d.messages, d.tools) for d in game.demonstrations(1000, 1)], 0)
@@ -71,7 +74,8 @@ def demo_case(folder: Path) -> list[TrainingSample]:
 
 
 def large_case(folder: Path) -> list[TrainingSample]:
-    """Width 512, 8 layers, 32,000 tokens of vocabulary; 4 rows of 200 to 1,500 tokens, a third of them trained."""
+    """Make a model with width 512, 8 layers and a vocabulary of 32,000, and 4 rows of 200 to 1,500 tokens, a third of
+    which are trained."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=32_000,
@@ -90,9 +94,10 @@ def large_case(folder: Path) -> list[TrainingSample]:
 
 
 def tool_case(folder: Path) -> list[TrainingSample]:
-    """0.9M parameters (4 layers, width 128, untied, 512 tokens of vocabulary); 128 episodes of four tool calls, groups
-    of 16. An opening of 300 tokens, of which 280 (system prompt, the tool's schema) are every group's, then calls of 22
-    or 23 sampled tokens, 90 in all, and 20 tokens of the tool's answer between two calls."""
+    """Make a model with 0.9M parameters (4 layers, width 128, untied embeddings, vocabulary of 512), and samples of 128
+    episodes with four tool calls each, in groups of 16. An episode has an opening of 300 tokens, of which 280 (system
+    prompt and tool schema) are the same in all groups, then calls of 22 or 23 sampled tokens, 90 in total, with a
+    tool's answer of 20 tokens between two calls."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=512,
@@ -123,14 +128,14 @@ def tool_case(folder: Path) -> list[TrainingSample]:
 def random_sample(
     rng: np.random.Generator, length: int, trajectory_id: str, *, vocab_size: int = 32_000
 ) -> TrainingSample:
-    """Turns of 60 tokens, of which the last 20 are trained."""
+    """Draw a sample with turns of 60 tokens, of which the last 20 are trained."""
     mask = np.arange(length) % 60 >= 40
     chunks = np.where(mask, np.arange(length) // 60, -1).astype(np.int32)
     return sample_of(rng.integers(0, vocab_size, length), mask, chunks, trajectory_id)
 
 
 def sample_of(token_ids: np.ndarray, mask: np.ndarray, chunks: np.ndarray, trajectory_id: str) -> TrainingSample:
-    """A sample without logprobs and advantages."""
+    """Make a sample without logprobs and advantages."""
     length = len(mask)
     return TrainingSample(
         token_ids=token_ids.astype(np.int32),
@@ -145,7 +150,8 @@ def sample_of(token_ids: np.ndarray, mask: np.ndarray, chunks: np.ndarray, traje
 
 
 def as_sampled(trainer: Trainer, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples as reinforcement learning has them: with logprobs of a policy close by, and advantages."""
+    """Add logprobs and advantages to the samples, as in reinforcement learning. The logprobs are those of a policy
+    close to the trainer's."""
     rng = np.random.default_rng(1)
     return [
         replace(
@@ -157,20 +163,21 @@ def as_sampled(trainer: Trainer, samples: Sequence[TrainingSample]) -> list[Trai
     ]
 
 
-# ---- the opponent
+# ---- the step of plain `transformers`
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the opponent lays rows out."""
+    """One way in which the plain step arranges rows in micro-batches."""
 
     kind: str
     """"padded" or "packed"."""
     budget: int
-    """Tokens of a micro-batch, padding included, where one row is not longer."""
+    """Maximum number of tokens in a micro-batch, including padding, unless a single row is longer."""
 
     def groups(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-        """Rows of like length, longest first, as many as the budget holds."""
+        """Split the samples into micro-batches of rows with similar lengths, longest first, with as many rows as fit
+        into the budget."""
         groups: list[list[TrainingSample]] = []
         used = 0
         for sample in sorted(samples, key=len, reverse=True):
@@ -183,7 +190,7 @@ class Layout:
         return groups
 
     def lay(self, arrays: Sequence[np.ndarray], fill: float) -> Tensor:
-        """Rows as one batch: [B, L] padded, or [1, L] end to end."""
+        """Arrange rows as one batch: [B, L] if padded, or [1, L] end to end."""
         if self.kind == "packed":
             return torch.from_numpy(np.concatenate(arrays))[None]
         rows = np.full((len(arrays), max(map(len, arrays))), fill, arrays[0].dtype)
@@ -193,7 +200,8 @@ class Layout:
 
 
 class Plain:
-    """Forward, loss, backward, clipping and AdamW as one writes them with `transformers` and nothing else."""
+    """A plain trainer: forward pass, loss, backward pass, clipping and AdamW, written with only torch and
+    `transformers`."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
@@ -201,7 +209,7 @@ class Plain:
         self.optimizer = build_optimizer(self.model, OPTIM)
 
     def step(self, samples: Sequence[TrainingSample], layout: Layout) -> float:
-        """One optimizer step; returns the mean loss."""
+        """Take one optimizer step; returns the mean loss."""
         num_trained = sum(sample.num_trained_tokens for sample in samples)
         total = 0.0
         for group in layout.groups(samples):
@@ -236,7 +244,7 @@ def seconds(step: Callable[[], object], device: str) -> float:
 
 
 def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of both in turns, after a round that finds the opponent's fastest layout."""
+    """Measure steps of both in turns, after a round that determines the plain step's fastest layout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         samples = case(folder)
@@ -288,13 +296,13 @@ def step_ratio(case: Callable[[Path], list[TrainingSample]], args: argparse.Name
 
 
 def resident_bytes(which: str) -> int:
-    """VmRSS, what this process holds in memory now, or VmHWM, the most that it ever held."""
+    """The resident memory of this process in bytes: now (`VmRSS`), or its highest value so far (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
 class Head(nn.Module):
-    """Stands for `CausalLM`: an output head and nothing before it."""
+    """A stand-in for `CausalLM` that consists only of an output head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +314,8 @@ class Head(nn.Module):
 
 
 def print_peak_memory() -> None:
-    """In a process of its own: how far forward and backward over the head raise its resident memory."""
+    """Print by how many bytes a forward and backward pass over the head raises the resident memory. Called in a new
+    process."""
     head = Head()
     use_onednn(head)
     head.output.weight.grad = torch.full_like(head.output.weight, 0.0)
@@ -321,7 +330,7 @@ def print_peak_memory() -> None:
             hidden[:count] * 1, asked, lambda at, found: -torch.ones_like(found.logprobs_M)
         )
 
-    run(8)  # libraries load and threads start
+    run(8)  # loads libraries and starts threads
     before = resident_bytes("VmRSS")
     run(MEMORY_TARGETS)
     print(resident_bytes("VmHWM") - before)

@@ -1,13 +1,14 @@
-"""One optimizer step on samples that share prefixes, packed as rows and as a tree: what of the ideal is reached.
+"""Measures an optimizer step on samples that share prefixes, packed as rows and as a tree, and how much of the ideal
+speed-up is reached.
 
-Groups of 16-turn episodes whose thinking is stripped at every user turn, one sample per turn (its full prompt and its
-completion). All episodes of a group open alike: system prompt and first user message. The ideal is the number of the
-samples' tokens over the number of distinct (prefix, token) pairs; the speed-up counts everything in a step, so also
-what a tree does not share: targets, their vocabulary, the optimizer. Steps of both are taken in turns, on one thread,
-and timed by the processor's clock, which stands still while others have it; ratios are of medians. A load without
-anything shared shows what the tree packer costs where there is nothing to gain. Peak memory is the resident memory of a
-child process at its highest during a step, above what it held after a small step: activations that are saved, masks,
-gradients of activations.
+The samples come from groups of 16-turn episodes whose thinking is stripped at every user turn, so that there is one
+sample per turn (its full prompt and its completion). All episodes of a group have the same system prompt and first user
+message. The ideal speed-up is the number of tokens in the samples divided by the number of distinct (prefix, token)
+pairs. The measured speed-up includes all work of a step, also the work that a tree does not share: the logits of the
+targets, and the optimizer. Steps of both packings are taken in turns on one thread, and are timed in processor time,
+which other processes do not affect; ratios are of medians. A load without shared prefixes shows what the tree packer
+costs if there is nothing to gain. Peak memory is the highest resident memory of a child process during a step, minus
+its memory after a small step. It consists of saved activations, masks, and gradients of activations.
 
 Prints one JSON line. Run: OMP_NUM_THREADS=1 python benchmarks/tree.py
 """
@@ -39,17 +40,17 @@ from verbatim.trainer.packing import pack_tree, unique_tokens
 from verbatim.trainer.trainer import Trainer
 
 TURNS, SYSTEM, USER, ANSWER = 16, 256, 128, 32
-"""Of an episode, and tokens of its parts."""
+"""Number of turns in an episode (`TURNS`), and numbers of tokens in its parts."""
 VOCAB = 4096
 THINK = VOCAB - 1
-"""What a completion opens with, and no message does."""
+"""The id with which every completion begins, and which occurs in no message."""
 BUDGETS = (4096, 8192, 16_384)
-"""Micro-batches whose cuts are counted."""
+"""Sizes of micro-batches, in tokens, for which the tokens repeated because of cuts are counted."""
 PACKINGS = ("rows", "tree")
 
 
 def model_folder(folder: Path) -> Path:
-    """Width 256, 4 layers, 4 query heads over 2 key/value heads."""
+    """Make a model with width 256, 4 layers, 4 query heads and 2 key/value heads; returns its folder."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -70,7 +71,7 @@ def model_folder(folder: Path) -> Path:
 
 
 def sample(ids: np.ndarray, start: int, trajectory_id: str, turn: int) -> TrainingSample:
-    """These tokens, trained from `start` on; sampled by a policy to which all tokens were alike."""
+    """Make a sample of these tokens, trained from `start` on. Its logprobs are those of a uniform policy."""
     mask = np.arange(len(ids)) >= start
     return TrainingSample(
         token_ids=ids.astype(np.int32),
@@ -85,7 +86,8 @@ def sample(ids: np.ndarray, start: int, trajectory_id: str, turn: int) -> Traini
 
 
 def group(num_episodes: int, thinking: int) -> list[TrainingSample]:
-    """One sample per turn: the history without thinking, then this turn's thinking and answer."""
+    """Make the samples of a group, one per turn. A sample is the history without thinking, followed by the turn's
+    thinking and answer."""
     rng = np.random.default_rng(0)
 
     def text(length: int) -> np.ndarray:
@@ -104,7 +106,7 @@ def group(num_episodes: int, thinking: int) -> list[TrainingSample]:
 
 
 def unshared() -> list[TrainingSample]:
-    """Sixteen samples of 200 to 1,700 tokens, each with words of its own; the last third is trained."""
+    """Make 16 samples of 200 to 1,700 tokens without shared prefixes. The last third of each sample is trained."""
     rng = np.random.default_rng(1)
     return [
         sample(np.append(i, rng.integers(0, THINK, n)), 2 * n // 3, str(i), 0)
@@ -121,7 +123,7 @@ def make_trainer(folder: Path, packing: str, budget: int | None) -> Trainer:
 
 
 def compare(folder: Path, samples: list[TrainingSample], args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of rows and tree in turns."""
+    """Measure steps with rows and with a tree in turns."""
     trainers = {packing: make_trainer(folder, packing, args.micro_batch_tokens) for packing in PACKINGS}
     found: dict[str, list[float]] = {packing: [] for packing in PACKINGS}
     metrics: dict[str, dict[str, float]] = {}
@@ -152,23 +154,23 @@ def compare(folder: Path, samples: list[TrainingSample], args: argparse.Namespac
 
 
 def attention(trainer: Trainer, samples: list[TrainingSample]) -> str:
-    """The plans that a step attends by."""
+    """The names of the attention plans that a step uses."""
     plans = (DeviceBatch(micro_batch, trainer.device).plan for micro_batch in trainer.packer.pack(samples))
     return ", ".join(sorted({type(plan).__name__ for plan in plans}))
 
 
 def print_peak_memory(args: argparse.Namespace) -> None:
-    """In a process of its own: how far a step raises its resident memory."""
+    """Print by how many bytes a step raises the resident memory. Called in a new process."""
     trainer = make_trainer(Path(args.model), args.peak_memory, args.micro_batch_tokens)
     samples = group(args.episodes, 64)
-    trainer.train_batch(samples[:2])  # libraries load, the optimizer gets its state
+    trainer.train_batch(samples[:2])  # loads libraries and creates the optimizer's state
     before = resident_bytes("VmRSS")
     trainer.train_batch(samples)
     print(resident_bytes("VmHWM") - before)
 
 
 def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Both packings at the same most tokens of a micro-batch."""
+    """Measure the peak memory of both packings, with the same maximum number of tokens in a micro-batch."""
     peaks = {}
     for packing in PACKINGS:
         command = [

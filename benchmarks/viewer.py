@@ -1,15 +1,17 @@
-"""`verbatim view` on a large run folder: how long a reader waits, and the server's memory.
+"""Measures `verbatim view` on a large run folder: how long its user waits, and the server's memory.
 
-Asked on a run folder of 2 GB and 100,000 trajectories: first paint under 1.5 s, a filter under 0.5 s, any trajectory
-under 0.5 s, server memory under 400 MB; an exported page of 1,000 trajectories opens from disk under 2 s.
+For a run folder of 2 GB with 100,000 trajectories, the requirements are: first paint under 1.5 s, a filter under 0.5 s,
+any trajectory under 0.5 s, and server memory under 400 MB. An exported page of 1,000 trajectories is required to open
+from disk in under 2 s.
 
-Three parts. `server`: seconds of the API's answers, asked one after the other over HTTP. `browser`: milliseconds that
-the page measures itself in headless Chromium, from the reader's act to the painted result; `cold` is a page that is
-opened as soon as the server prints its address, while the index is still being made. `export`: the file of 1,000
-trajectories. A value is [median, largest]. Where no Chromium is installed, the parts that need it are null.
+The result has three parts. `server` has the seconds that the API takes to answer requests, which are sent one after the
+other over HTTP. `browser` has the milliseconds that the page itself measures in headless Chromium, from the user's
+action to the painted result; `cold` is for a page that is opened as soon as the server prints its address, while the
+index is still being built. `export` has the figures of the exported file of 1,000 trajectories. Each value is [median,
+maximum]. If Chromium is not installed, the parts that need it are null.
 
-Prints one JSON line. Run on a quiet machine: python benchmarks/viewer.py [FOLDER]; without a folder one is made by
-`benchmarks/big_run.py`, which takes minutes.
+Prints one JSON line. Run it on a quiet machine: python benchmarks/viewer.py [FOLDER]. If no folder is given,
+`benchmarks/big_run.py` makes one, which takes minutes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ TRAJECTORIES, EXPORTED = 40, 1000
 
 
 class Server:
-    """`verbatim view` in a process of its own."""
+    """A separate process that runs `verbatim view`."""
 
     def __init__(self, folder: Path) -> None:
         self._began = time.perf_counter()
@@ -69,13 +71,13 @@ class Server:
             return json.load(answer)
 
     def wait_for_index(self) -> float:
-        """Seconds from the start until everything is indexed."""
+        """Wait until the whole folder is indexed; returns the seconds since the start."""
         while self.get("runs")[0]["indexed"] < 1:
             time.sleep(0.05)
         return time.perf_counter() - self._began
 
     def megabytes(self, name: str) -> float:
-        """`VmRSS`, the memory now, or `VmHWM`, the most it had."""
+        """The server's resident memory in mebibytes: now (`VmRSS`), or its highest value so far (`VmHWM`)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith(name))
         return int(kilobytes) / 1024
@@ -86,7 +88,7 @@ class Server:
 
 
 def timed(*work: Callable[[], Any]) -> list[float]:
-    """Median and largest of the seconds of each."""
+    """Call each function; returns the median and the maximum of their durations in seconds."""
     found = []
     for each in work:
         began = time.perf_counter()
@@ -96,7 +98,7 @@ def timed(*work: Callable[[], Any]) -> list[float]:
 
 
 def ask_server(server: Server) -> dict[str, Any]:
-    """Seconds of the API's answers."""
+    """Measure the seconds that the API takes for each kind of request."""
     draw = random.Random(0)
     total = server.get("runs/0/trajectories", limit=0)["total"]
     rows = [
@@ -137,7 +139,7 @@ _PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
 def next_mark(browser: Page, name: str, act: Callable[[], Any]) -> float:
-    """Milliseconds from an act to what it paints."""
+    """Perform an action; returns the milliseconds from the action to its painted result."""
     before = browser.evaluate(f"{_LAST_MARK}('{name}').count")
     act()
     browser.wait(f"{_LAST_MARK}('{name}').count > {before}")
@@ -145,7 +147,7 @@ def next_mark(browser: Page, name: str, act: Callable[[], Any]) -> float:
 
 
 def opened(browser: Page, url: str) -> dict[str, float]:
-    """Milliseconds from the navigation to the first paint and to the drawn curves."""
+    """Open a page; returns the milliseconds from the navigation to the first paint and to the drawn curves."""
     browser.open("about:blank")
     browser.open(url)
     browser.wait(f"{_LAST_MARK}('overview').count")
@@ -162,7 +164,7 @@ def go_to(browser: Page, link: str) -> Callable[[], Any]:
 
 
 def look(browser: Page, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Milliseconds of what a reader does."""
+    """Perform a user's actions; returns the milliseconds of each kind of action."""
     table = [
         next_mark(browser, "table", go_to(browser, f"#/trajectories/0?{urllib.parse.urlencode(each)}"))
         for each in ({}, *FILTERS)
@@ -180,7 +182,7 @@ def look(browser: Page, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_export(folder: Path, out: Path) -> dict[str, Any]:
-    """The file of `EXPORTED` trajectories."""
+    """Export `EXPORTED` trajectories, and measure the export and its file."""
     command = [sys.executable, "-m", "verbatim.cli", "view", str(folder), "--export", str(out)]
     began = time.perf_counter()
     subprocess.run([*command, "--trajectories", str(EXPORTED)], check=True, stdout=subprocess.DEVNULL)
@@ -194,7 +196,7 @@ def measure_export(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def _rows_of(out: Path) -> list[dict[str, Any]]:
-    """Some rows of an exported file."""
+    """Select some rows of an exported file."""
     block = re.search(rb'data-url="/api/runs/0/trajectories" data-encoding="gzip-base64">([^<]*)<', out.read_bytes())
     assert block is not None
     rows: list[dict[str, Any]] = json.loads(gzip.decompress(base64.b64decode(block[1])))["rows"]
@@ -202,7 +204,7 @@ def _rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, and print one JSON line."""
+    """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--trajectories", type=int, default=100_000, help="of the run that is made without a folder")

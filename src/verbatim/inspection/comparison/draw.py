@@ -34,7 +34,7 @@ def draw_comparison(comparison: RunComparison, path: Path) -> None:
     panels = [*names, *extra]
     columns = min(2, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
-    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # unlike pyplot: no global state, no display
+    figure = Figure(figsize=(6 * columns, 3.2 * rows), layout="constrained")  # without pyplot and its global state
     for place, name in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         of = name.removeprefix("success of ") if name.startswith("success of ") else None
