@@ -12,8 +12,8 @@ Two forms of the answer are compared: vLLM's own form, which names every token b
   included. The model is tiny, and 16 requests are in flight.
 
 The two forms are measured in turns. Figures are medians over the rounds; `ratio` is the figure of vLLM's own form
-divided by that of the packed form. Prints one JSON line. python benchmarks/answers.py [--python
-VLLM_ENVIRONMENT/bin/python]
+divided by that of the packed form. Prints one JSON line.
+Run: python benchmarks/answers.py [--python VLLM_ENVIRONMENT/bin/python]
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ over the rounds. Two forms are measured in turns: vLLM's own, and the form packe
 (`verbatim_vllm_answers`). The time to follow the tokens one by one is not included, although packed answers reduce it
 too; `answers.py` measures the whole answer.
 
-Runs in a Python environment with vLLM, and prints one JSON line: PYTHONPATH=src/verbatim/inference/vllm/plugin
-VLLM_ENVIRONMENT/bin/python benchmarks/answers_built.py
+Runs in a Python environment with vLLM, and prints one JSON line:
+PYTHONPATH=src/verbatim/inference/vllm/plugin VLLM_ENVIRONMENT/bin/python benchmarks/answers_built.py
 """
 
 from __future__ import annotations

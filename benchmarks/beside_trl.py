@@ -8,8 +8,8 @@ so small that every step has the same amount of work. If `--venv` does not exist
 created there. The runs take turns; each figure is the median over the rounds.
 
 With `--empty-thoughts`, the model is first taught to begin each turn with an empty thinking block, as Qwen3 does in its
-non-thinking mode. Qwen3's template leaves such blocks out of the history. Verbatim then also runs with `history =
-"template"`, which renders each prompt from scratch, so that no turn extends the turn before it.
+non-thinking mode. Qwen3's template leaves such blocks out of the history. Verbatim then runs a second time, with
+`history = "template"`, which renders each prompt from scratch, so that no turn extends the turn before it.
 
 Prints one JSON line. Run: python benchmarks/beside_trl.py [--empty-thoughts] [--venv .venv-trl] [--rounds 3]
 """

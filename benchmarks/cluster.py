@@ -13,8 +13,8 @@ throughput. With `--core one`, the code runs on one core of this machine: virtua
 full number of tokens (sequences of ids are `SCALE` times shorter), and the trajectory log.
 
 Prints one JSON line for each row, then a table. The progress and the figures so far are printed to stderr. A full run
-takes half an hour on one core and 8 GB of memory; `--short` takes three minutes. Run: python benchmarks/cluster.py
-[--short] [--servers 1 10 100 1000] [--core free one wire]
+takes half an hour on one core and 8 GB of memory; `--short` takes three minutes.
+Run: python benchmarks/cluster.py [--short] [--servers 1 10 100 1000] [--core free one wire]
 """
 
 from __future__ import annotations

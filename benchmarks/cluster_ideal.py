@@ -3,9 +3,9 @@ results with it.
 
 Each server always has an equal share of the episodes. An episode samples a turn, then waits for a tool. With n requests
 in a server's batch, a decode step takes step(n) = `step + step_per_request * n` seconds. New prompt tokens are computed
-at `prefill` tokens per second, and decoding stands still meanwhile. So a server completes X = n / (tokens * step(n) + n
-* new_tokens / prefill) turns per second. By Little's law, its share of the episodes is n + X * tool_seconds, which
-determines n.
+at `prefill` tokens per second, and decoding stands still meanwhile. So the number of turns that a server completes per
+second is X = n / (tokens * step(n) + n * new_tokens / prefill). By Little's law, its share of the episodes is n + X *
+tool_seconds, which determines n.
 
 Each time weights are published, every server pauses, and loses its prefix cache, so that the contexts of its episodes
 are computed again. Any orchestrator that loads every version loses this much of the time between two steps.

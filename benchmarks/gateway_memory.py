@@ -10,7 +10,8 @@ memory is counted by the kernel, and includes memory that the allocator keeps be
 Prints a line for each round and each wrong answer, and one JSON line: `live_kib_per_1000` and `resident_kib_per_1000`,
 the growth in KiB per 1,000 hostile requests (required: at most 10 for live memory); `descriptors`, the number of open
 descriptors after the last round minus that after the first round; `requests`, the number of requests; and `wrong`, the
-number of wrong answers. Run: python benchmarks/gateway_memory.py --rounds 8
+number of wrong answers.
+Run: python benchmarks/gateway_memory.py --rounds 8
 """
 
 from __future__ import annotations

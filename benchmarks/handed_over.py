@@ -15,7 +15,7 @@ Processor time is that of this process, with all its threads, and of the process
 include `read`. `longest_hold` is the longest time in seconds for which a thread that wakes up each millisecond could
 not run, that is, for which an event loop would have been blocked. It is longer on a busy machine.
 
-Prints one JSON line. python benchmarks/handed_over.py [--short]
+Prints one JSON line. Run: python benchmarks/handed_over.py [--short]
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ changes these two only a little. `ms` has the milliseconds that json and orjson 
 4,096 logprobs.
 
 The clients take turns. Rates are medians over the rounds, lags are percentiles over all rounds together, and ratios are
-relative to the median of `httpx_json`. Prints one JSON line. python benchmarks/http_client.py
+relative to the median of `httpx_json`. Prints one JSON line.
+Run: python benchmarks/http_client.py
 """
 
 from __future__ import annotations

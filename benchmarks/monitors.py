@@ -7,8 +7,8 @@ step every `--seconds`, so that threads and the live view work as in a run. `clo
 run waits for the rest of the queue and, in the first run with a database, for the creation of its tables. W&B records
 offline; the work of its own process is not counted.
 
-Prints one JSON line: for each monitor, the median wait per step and the processor time per step. Run: python
-benchmarks/monitors.py
+Prints one JSON line: for each monitor, the median wait per step and the processor time per step.
+Run: python benchmarks/monitors.py
 """
 
 from __future__ import annotations

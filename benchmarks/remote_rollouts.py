@@ -10,7 +10,8 @@ For the gain, two environments that compute for 10 ms per turn in Python are pla
 process each. With two free cores, the gain is at most a factor of 2.
 
 The ways to play take turns. Prints one JSON line in milliseconds. Wall-clock times are medians over the repetitions;
-processor times are means over all of them. Run: python benchmarks/remote_rollouts.py
+processor times are means over all repetitions.
+Run: python benchmarks/remote_rollouts.py
 """
 
 from __future__ import annotations

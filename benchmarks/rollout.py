@@ -11,7 +11,8 @@ model on one thread.
 
 Prints one JSON line; rates and ratios are medians over the repetitions. `ratio_over_lock_step` is required to be at
 least 2.5, and the same ratio with tools that take no time at least 0.9. `share_of_instant_tools` is our rate divided by
-our rate with tools that take no time. Run: python benchmarks/rollout.py
+our rate with tools that take no time.
+Run: python benchmarks/rollout.py
 """
 
 from __future__ import annotations

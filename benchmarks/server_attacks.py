@@ -9,8 +9,8 @@ alone and then during the attack, `--rounds` times in turn.
 Prints a line for each class, and one JSON line. `ratio` is the median latency during the attack, divided by the median
 latency alone (required: at most 2 in every class). `p99` is the 99th percentile of the latency during the attack, in
 seconds (required: below 1). `health` is the longest request of /health. All processes share the processor, so the
-figures include the attacker's share. Run the benchmark on a machine that does nothing else. Run: python
-benchmarks/server_attacks.py
+figures include the attacker's share. Run the benchmark on a machine that does nothing else:
+python benchmarks/server_attacks.py
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ ATTACKS: dict[str, Callable[[Address], list[Awaitable[None]]]] = {
 
 def attack(address: Address, name: str) -> None:
     """Run an attack until the process is ended."""
-    os.nice(5)  # the attacker's use of the processor should affect the figures less
+    os.nice(5)  # reduces the effect that the attacker's use of the processor has on the figures
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

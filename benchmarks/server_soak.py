@@ -8,8 +8,8 @@ second and in the last quarter.
 
 Prints a line for each reading, and one JSON line: `memory_growth` (last quarter divided by second quarter; required: at
 most 1.05), `descriptors_growth` (number of additional descriptors; required: at most 10), `requests` (number of the
-healthy client's requests), and `longest` (its longest request in seconds). Run: python benchmarks/server_soak.py
---minutes 60
+healthy client's requests), and `longest` (its longest request in seconds).
+Run: python benchmarks/server_soak.py --minutes 60
 """
 
 from __future__ import annotations

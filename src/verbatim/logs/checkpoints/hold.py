@@ -131,7 +131,7 @@ def hold_old(path: Path, role: str) -> Held:
 
 
 def hold_shared(path: Path, role: str) -> Held:
-    """Hold the folder of a new run for one of its processes, which are started separately.
+    """Hold the folder of a new run for one process of the run, if its processes are started separately.
 
     Raises:
         UsageError: as for `claim`, or another process of this role holds the folder.
@@ -204,7 +204,7 @@ def holds_run(path: Path) -> bool:
 
 
 def refusal_of_a_run(path: Path) -> UsageError:
-    """The error for a new run in a folder that already contains a run."""
+    """Make the error to raise if a new run is started in a folder that already contains a run."""
     return UsageError(
         f"{path} already holds a run; add --resume (in Python resume=True) to continue it, or {ANOTHER_FOLDER}"
     )

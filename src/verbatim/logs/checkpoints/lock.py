@@ -66,7 +66,7 @@ class FolderLock:
         return not self._was_removed()
 
     def _was_removed(self) -> bool:
-        """True if the path no longer leads to the open file, so that other processes would lock another file."""
+        """True if the path no longer leads to the open file, so that other processes would lock a different file."""
         try:
             return not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except OSError:

@@ -54,7 +54,8 @@ _MOST_BYTES = 1 << 16
 
 
 def claim(path: Path, but: Iterable[str] = ()) -> None:
-    """Mark a folder as belonging to a run. It is created if missing; otherwise it must be empty or already marked.
+    """Mark a folder as belonging to a run. The folder is created if missing; otherwise it must be empty or already
+    marked.
 
     Args:
         path: The folder.

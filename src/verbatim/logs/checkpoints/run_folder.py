@@ -82,7 +82,7 @@ _LEFT = {
     TRAINER: (".model.partial", ".warm_start.partial"),
 }
 """Files that a killed process may leave incomplete, by role. They are removed only by the next process of the same
-role, because the other process of the run may be writing its own."""
+role, because the other process of the run may be writing its own files."""
 
 
 class RunFolder:
@@ -215,14 +215,16 @@ class RunFolder:
         Raises:
             UsageError: there is no such run, it is in use, it cannot be written to, or its stored configuration is
                 damaged and no checkpoint has a copy.
-            CheckpointError: the configuration has another model, or a `max_steps` below the number of finished steps.
+            CheckpointError: the configuration has a different model, or a `max_steps` below the number of finished
+                steps.
         """
         held = held or hold_old(folder_to_resume(config, name, folder, root), role)
         return cls._open(held.path, role, lambda found: found._compare_config(config), held)
 
     @classmethod
     def join(cls, config: RunConfig, *, role: str, held: Held | None = None) -> RunFolder:
-        """Open `config.run_dir` for a run whose processes are started separately. The first of them creates the folder.
+        """Open `config.run_dir` for a run whose processes are started separately. The first of these processes creates
+        the folder.
 
         Raises:
             UsageError: `run_dir` is not set, the run has checkpoints already, or the other process has a different

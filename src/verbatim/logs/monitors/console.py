@@ -120,7 +120,7 @@ class Console(Monitor):
         self.view.stop()
 
     def lines(self) -> list[tuple[str, Text]]:
-        """The lines of the live view, each a label and a text."""
+        """The lines of the live view, each a pair of label and text."""
         found = []
         if self._evals:
             found.append(("eval", Text("  ·  ".join(self._evals.values()))))

@@ -98,7 +98,7 @@ class LiveView:
 
     Args:
         console: Where to draw.
-        lines: Returns the lines below the bars, each a label and a text. Called at each refresh.
+        lines: Returns the lines below the bars, each a pair of label and text. Called at each refresh.
         now: Returns the time in seconds.
     """
 

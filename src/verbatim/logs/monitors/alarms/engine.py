@@ -45,7 +45,8 @@ class Why:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRow:
-    """An alarm in the table `ALARMS`, which is a rule in the form of data. `_Texts` fills in its texts."""
+    """An alarm in the table `ALARMS`, that is, a rule written as data. `_Texts` fills in the placeholders of its
+    texts."""
 
     name: str
     """Name of the alarm, and of its configuration table, [monitor.alarms.NAME]."""

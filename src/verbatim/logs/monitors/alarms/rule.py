@@ -173,9 +173,9 @@ class Sight:
     """The result of a condition in `ALARMS` for one step: a `Finding` without its texts."""
 
     level: float
-    """As in `Finding`."""
+    """Same as `Finding.level`."""
     env: str | None = None
-    """As in `Finding`."""
+    """Same as `Finding.env`."""
     why: str = ""
     """Key in `AlarmRow.why` of the cause that applies."""
     values: Mapping[str, Any] = field(default_factory=dict)
