@@ -26,8 +26,7 @@ class Curves:
     """The curves of one metric, one per run."""
 
     name: str
-    """The name of the metric. For evaluations, the name includes the environment, for example `success of
-    guess_number`."""
+    """The name of the metric. For evaluations, it includes the environment, for example `success of guess_number`."""
     series: Sequence[Series]
     """One series per run. The series of a run without the metric is empty."""
 

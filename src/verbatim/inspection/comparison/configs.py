@@ -60,8 +60,8 @@ def _default(key: str) -> Any:
 def told(differences: Sequence[ConfigDifference]) -> list[ConfigDifference]:
     """Select the differences that are worth showing to people.
 
-    A key is dropped if it has its default value in some runs and is unset in the others because they lack its table. If
-    all keys of a table are dropped, one row `[table]` says which runs have the table.
+    A key is dropped if it has its default value in some runs and is unset in the other runs because these lack the
+    key's table. If all keys of a table are dropped, one row `[table]` says which runs have the table.
     """
     found: dict[str, ConfigDifference] = {}
     for each in differences:

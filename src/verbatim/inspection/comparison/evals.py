@@ -1,5 +1,5 @@
-"""Compares the evaluations of several runs: the last evaluation of each run, and the evaluations after the last step
-after which all runs were evaluated."""
+"""Compares the evaluations of several runs: the last evaluation of each run, and the evaluations at the last step at
+which all runs were evaluated."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ComparedEvals:
 
     env: str
     at: str
-    """"last" for the last evaluation of each run; "shared" for the evaluations after the last step after which all runs
-    were evaluated."""
+    """"last" for the last evaluation of each run; "shared" for the evaluations at the last step at which all runs were
+    evaluated."""
     steps: Sequence[int | None]
     """For each run, the step after which it was evaluated; None if the run has no evaluation."""
     results: Sequence[EnvResult | None]
@@ -42,7 +42,7 @@ class ComparedEvals:
 
 def compare_evals(runs: Sequence[Run], problems: list[str]) -> list[ComparedEvals]:
     """For each environment, compare the last evaluations of the runs. If their steps differ, also compare the
-    evaluations after the last shared step.
+    evaluations at the last step at which all runs were evaluated.
 
     Args:
         runs: The runs to compare.

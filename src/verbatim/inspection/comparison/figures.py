@@ -51,7 +51,7 @@ def figures(runs: Sequence[Run], metrics: Sequence[str] = ()) -> list[Figures]:
 
     Args:
         runs: The runs to compare.
-        metrics: Names of further step metrics.
+        metrics: Names of additional step metrics to include.
     """
     names = list(dict.fromkeys([*_FINAL, *metrics]))
     means = [(name, functools.partial(last_mean, metric=name)) for name in names]

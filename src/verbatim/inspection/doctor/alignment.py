@@ -94,8 +94,8 @@ class _Runs:
         """The position in each sequence of the match that skips the fewest ids; None if it is cheaper to drop the rest
         of the earlier sequence.
 
-        Each id of a dropped rest counts twice, so that an insertion is a preferred explanation to a lost end of the
-        history.
+        Each id of a dropped rest counts twice, so that an insertion, as an explanation, is preferred over a lost end of
+        the history.
         """
         best, found = 2 * (len(self._ids) - at) + 3, None
         later = now

@@ -31,8 +31,8 @@ class BreakClass(StrEnum):
 
     @property
     def by_design(self) -> bool:
-        """True if the break is expected: a new conversation has no history to extend, and and of several parallel
-        answers only one can extend the turn before them."""
+        """True if the break is expected: a new conversation has no history to extend, and of several parallel answers
+        only one can extend the turn before them."""
         return self in (BreakClass.SUB_AGENT, BreakClass.PARALLEL)
 
     @property

@@ -1,6 +1,6 @@
 """Finds the line of a chat template that causes a break, by tracing which lines the template executes.
 
-For stripped thinking, it renders a dialogue with and without the user's next message. The reported line is the
+For stripped thinking, this module renders a dialogue with and without the user's next message. The reported line is the
 condition above the first line that is executed only without this next message. For other classes, the reported line is
 an executed line that writes arguments or tools with `tojson`, or that trims content.
 """

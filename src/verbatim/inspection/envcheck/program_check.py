@@ -53,8 +53,8 @@ class ProgramReport:
     num_trained_tokens: int
     """Number of sampled tokens that would be trained."""
     num_differences: int
-    """Number of tokens that are not trained exactly as the sampler returned them, that is, exactly once, in the same
-    context, and with the same logprob and policy version."""
+    """Number of tokens that break this rule: each token must be trained exactly once, in the same context and with the
+    same logprob and policy version as the sampler returned it."""
     rewritten: Mapping[int, Sequence[str]]
     """By turn, how the program changed an answer when it sent the answer back, if the gateway still recognised it."""
     seconds: float

@@ -124,8 +124,7 @@ def _blocks(sent: Sequence[Mapping[str, Any]], back: Any) -> Iterator[str]:
 
 
 def _parts(sent: Sequence[Mapping[str, Any]], back: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The changes to items or blocks. Each item or block is compared with the first one of the same type that is
-    left."""
+    """The changes to items or blocks. Each is compared with the first remaining item or block of the same type."""
     left = list(back)
     for ours in sent:
         kind = ours["type"]

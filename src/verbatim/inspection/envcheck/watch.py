@@ -34,7 +34,7 @@ _LIBRARY = Path(asyncio.__file__).parents[1]
 
 
 class Stuck(Exception):
-    """The error if the event loop was blocked for so long that it was abandoned. `place` names the blocking code."""
+    """Raised if the event loop was blocked for so long that it was abandoned. `place` names the blocking code."""
 
     def __init__(self, place: str) -> None:
         super().__init__(place)

@@ -28,7 +28,7 @@ class Suggestion:
     needed: int | None
     """Predicted memory needed on the trainer's device in bytes; None if the trainer rejects the change."""
     fits: bool
-    """True if the changed plan fits."""
+    """True if the run fits into memory with the change."""
     refused: str = ""
     """The reason why the trainer rejects the change; empty if the trainer accepts it."""
 

@@ -56,8 +56,8 @@ from verbatim.trainer.split import split_batch
 from verbatim.trainer.step import GradientPass
 
 MOST_RUN = 2
-"""Maximum number of micro-batches to run. The micro-batch with the most targets is run, and the micro-batch with the
-most tokens, which comes last, when gradients already exist."""
+"""Maximum number of micro-batches to run. They include the micro-batch with the most targets, and the micro-batch with
+the most tokens. The latter runs last, when gradients already exist."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -63,7 +63,7 @@ def place(config: RunConfig, *, is_cuda: bool, gpus: int | None) -> Placement:
             where = "beside the trainer"
     if settings.shares_device:
         where = "in turns with the trainer"
-    # This is true for servers that run already, and for a backend whose devices are unknown here.
+    # The sampler's servers run already, or the devices of its backend are unknown here.
     if not isinstance(settings, ServerSettings) or settings.urls:
         where = "elsewhere"
     found = Placement(processes=processes, replicas=replicas, where=where)

@@ -1,4 +1,4 @@
-"""Makes a plan: memory, transfer sizes, durations, and whether the run fits."""
+"""Makes a plan: memory, transfer sizes, durations, and whether the run fits into memory."""
 
 from __future__ import annotations
 

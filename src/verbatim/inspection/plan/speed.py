@@ -67,7 +67,7 @@ class SamplerSpeed:
     in_flight: int
     """Number of sequences that a replica decodes at the same time."""
     bound_by: Literal["memory bandwidth", "compute", "the longest rollout"]
-    """What limits the speed of sampling."""
+    """The name of what limits the speed of sampling."""
     weights: int
     """Size in bytes of the weights on each device of a replica."""
     packed: int
@@ -160,7 +160,7 @@ def packed_parameters(model_config: Any, num_parameters: int) -> int:
     head. The result is 0 for a mixture of experts, which the kernel does not support.
 
     Example: a model with 1,000,000 parameters and 1,000 embeddings of 64 numbers has 936,000 parameters in the copy, or
-        all 1,000,000 if the embeddings are tied to the output head.
+    all 1,000,000 if the embeddings are tied to the output head.
     """
 
     def get(name: str) -> int:
@@ -237,7 +237,7 @@ def step_seconds(trainer: float, sampler: float, *, level: int) -> Mapping[str, 
     sides take turns; at higher levels, their work overlaps.
 
     Example: a trainer that needs 3 s and a sampler that needs 5 s take 8 s in turns. If they overlap, they take 5 s, of
-        which the trainer waits 2 s.
+    which the trainer waits 2 s.
     """
     if level == 0:
         return {"step": trainer + sampler, "trainer_waits": sampler, "sampler_waits": trainer}

@@ -15,8 +15,8 @@ from verbatim.inspection.doctor.text import TokenText
 from verbatim.inspection.viewer.tokenizer import RunTokenizer
 
 _LONGEST = 300_000
-"""If the breaking prompts of a trajectory have more tokens than this, they are not explained, because this would take
-too long for the page."""
+"""If the breaking prompts of a trajectory have more tokens than this, the breaks are not explained, because this would
+take too long for the page."""
 
 
 class BreakReader:

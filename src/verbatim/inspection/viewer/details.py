@@ -14,7 +14,7 @@ from verbatim.core.trajectory_json import plain
 from verbatim.logs.outcomes.table import StoredOutcome
 
 MOST_OF_A_TURN, MOST_OF_ALL = 20_000, 60_000
-"""Maximum number of tokens in one answer, for one turn and for all turns together."""
+"""Maximum numbers of tokens in one answer: of one turn, and of all turns together."""
 LONGEST_TEXT = 200_000
 """Maximum length of a string in an answer, in characters."""
 _PARALLEL = ("logprobs", "trainer_logprobs", "gradients", "teacher_logprobs", "policy_versions", "kept_counts")

@@ -33,7 +33,7 @@ def group_tree(
     """Return the nodes of the tree. Each node comes after its parent.
 
     Example: the sequences `[1, 2, 3]` and `[1, 2, 4, 5]` give three nodes: a node with the 2 shared tokens at position
-        0, and two nodes at position 2, with 1 token and with 2 tokens.
+    0, and two nodes at position 2, with 1 token and with 2 tokens.
 
     Args:
         group: The trajectories, each with the outcomes of its turns.

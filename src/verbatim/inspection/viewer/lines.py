@@ -8,15 +8,15 @@ from pathlib import Path
 from verbatim.core.disk import open_regular
 
 _COMPARED = 2**16
-"""Maximum number of bytes at the end of the last line that was read to compare. If the file was truncated and has grown
-again, these bytes differ."""
+"""Maximum number of bytes to compare, at the end of the last line that was read. If the file was truncated and has
+grown again, these bytes differ."""
 
 
 class FollowedLines:
     """Reads the lines that were added to a file since it was last read.
 
-    Example: of `{"a": 1}\
-        {"b"`, only the first line is returned. The second line is returned once its end has been written.
+    Example: of `{"a": 1}\\n{"b"`, only the first line is returned. The second line is returned once its end has been
+    written.
     """
 
     def __init__(self, path: Path) -> None:

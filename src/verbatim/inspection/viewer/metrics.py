@@ -142,7 +142,7 @@ class MetricsFollower:
 
 
 def intervals(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The 95% intervals, over the examples of an evaluation, that were logged with it."""
+    """The 95% intervals that were logged with an evaluation, computed over its examples."""
     found: dict[str, list[float]] = {}
     for name, stem in (("success", "success"), ("reward/mean", "reward")):
         low, high = (_number(metrics.get(f"{stem}/{end}")) for end in ("low", "high"))

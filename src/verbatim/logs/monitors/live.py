@@ -80,7 +80,7 @@ class ProgressStage:
         """Estimated seconds left, at the speed of the latest updates; None if unknown.
 
         Example: if 4 of 10 items are done and the last 3 took 2 seconds each, 12 seconds are left; one second later, 11
-            seconds are left.
+        seconds are left.
         """
         if self.total is None or not self._marks or (self._side_by_side and 2 * self.done < self.total):
             return None

@@ -27,7 +27,7 @@ _BLOCK = 2**22
 
 
 class RemoteFault(OSError):
-    """The error if a file behind a URL could not be read or written. `strerror` has the reason."""
+    """Raised if a file behind a URL could not be read or written. `strerror` has the reason."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(None, reason, url)

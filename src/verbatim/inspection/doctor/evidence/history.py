@@ -100,7 +100,7 @@ def history_compacted(d: Difference) -> str | None:
     lost = sum(c.end - c.start for c in changes)
     put = sum(c.now_end - c.now_start for c in changes)
     if len(d.earlier) - changes[-1].end < RUN:
-        # The alignment found the end of the earlier sequence by fewer than `RUN` equal ids. Such short ends, for
+        # The alignment matched only fewer than `RUN` ids at the end of the earlier sequence. Such short ends, for
         # example a lone end-of-turn token, occur in any message. So the rest of the prompt may belong to the
         # replacement.
         put += len(d.prompt) - changes[-1].now_end

@@ -39,20 +39,20 @@ _LIKE_A_CALL = re.compile(
 def rollout_figures(metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]) -> dict[str, dict[str, float]]:
     """Figures by environment and name. Means over no values are left out. The names:
 
-    - `rollouts`, `failed`, `completed`, `trained`: number of all rollouts, of those that failed, of those that did not
-    fail, and of those that have a trained token; `untrained/{reason}`: number of those without a trained token, by
-    reason
-    - `success`: the metric; `full_reward`: share with a reward of at least 1, which equals `success` if the environment
-    does not define success
+    - `rollouts`, `failed`, `completed`, `trained`: numbers of all rollouts, of rollouts that failed, of rollouts that
+      did not fail, and of rollouts with a trained token; `untrained/{reason}`: number of rollouts without a trained
+      token, by reason
+    - `success`: the metric; `full_reward`: share of rollouts with a reward of at least 1, which equals `success` if the
+      environment does not define success
     - `reward`, `turns`, `completion_tokens`, `tokens_per_turn`, `tool/{name}` (calls of this tool): means over the
       completed rollouts; `reward_std`: standard deviation; `truncated`: share that ended at a length limit
     - `repetition`: share of 4-grams that have occurred before in the same turn
     - `credit/tokens_per_turn`, `credit/repetition`, `credit/tool/{name}`: correlation with the reward within groups
-    - `offered`: number of rollouts that were offered tools; among those, `called`: share with a readable call;
+    - `offered`: number of rollouts that were offered tools; among these rollouts, `called`: share with a readable call;
       `unread`: share of the turns whose calls are all unreadable; `call_like`: share without a readable call whose text
-      looks like one
-    - `later_turns`: number of turns after the first of the agent that spoke first; `broken`: share of them that break;
-    `rewritten`: share of them that break and lose at least half of the previous completion
+      looks like a call
+    - `later_turns`: number of turns after the first turn of the agent that spoke first; `broken`: share of these turns
+      that break; `rewritten`: share of these turns that break and lose at least half of the previous completion
     """
     found = {}
     for env in dict.fromkeys(outcome.trajectory.env for outcome in outcomes):
