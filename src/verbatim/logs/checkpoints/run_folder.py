@@ -103,8 +103,8 @@ class RunFolder:
         self.trajectories = path / "trajectories"
         """Folder of the trajectories with the outcomes of their tokens, one Parquet file per step."""
         self.evaluations = path / "evaluations"
-        """Folder of the evaluation episodes, with one Parquet file per evaluation, named after the last step before
-        it."""
+        """Folder of the evaluation episodes, with one Parquet file per evaluation, named after the last step before the
+        evaluation."""
         self.learning_curve = path / "learning_curve.png"
         self.summary = path / "summary.json"
         """Final results."""

@@ -45,7 +45,8 @@ WEIGHTS = "weights"
 BEST = "best"
 """Key in the manifest for the best evaluation so far, a table with its `step`."""
 LOGS = "logs"
-"""Key in the manifest for the lengths of the logs at the checkpoint. A resumed run truncates the logs to them."""
+"""Key in the manifest for the lengths of the logs at the checkpoint. A resumed run truncates the logs to these
+lengths."""
 _WRITING, _REPLACED, _DELETING = ".writing-", ".replaced-", ".deleting-"
 """Prefixes of folders that are not checkpoints, because they are being written, replaced or deleted. See `_clean`."""
 
@@ -201,7 +202,7 @@ class CheckpointStore:
     def best(self) -> dict[str, Any] | None:
         """The best evaluation that was last given to `writing` or `mark_best`; None if there was none."""
         for step in reversed(self.steps()):
-            # If a manifest is damaged, use the previous one, which may be outdated.
+            # If a manifest is damaged, use the previous manifest, which may be outdated.
             with contextlib.suppress(CheckpointError):
                 found = read_manifest(self.folder / f"step_{step:06d}").get(BEST)
                 return found if isinstance(found, dict) and type(found.get("step")) is int else None

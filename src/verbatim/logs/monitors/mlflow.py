@@ -213,8 +213,8 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
     @staticmethod
     def _log_params(record: _Record, params: Mapping[str, str]) -> None:
-        """Log new parameters. MLflow does not allow changing them, so after a resume only config.json has the current
-        values."""
+        """Log new parameters. MLflow does not allow parameters to change, so after a resume only config.json has the
+        current values."""
         from mlflow.entities import Param
 
         found = [Param(name, value) for name, value in params.items()]

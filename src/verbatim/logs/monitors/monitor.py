@@ -134,7 +134,7 @@ def open_monitors(components: Mapping[str, OpenMonitor], run: RunInfo) -> list[M
 
 
 class Monitors:
-    """Combines several monitors into one. An exception in one of them is logged with its traceback, and the run
+    """Combines several monitors into one. An exception in a monitor is logged with its traceback, and the run
     continues."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:

@@ -94,7 +94,7 @@ class FileMark:
 
 @dataclass(eq=False)
 class OutcomeFolder:
-    """A run's outcome files in one folder. A single process writes them."""
+    """A run's outcome files in one folder. Only one process may write these files."""
 
     path: Path
     """The folder. It is created on the first write."""
@@ -126,7 +126,7 @@ class OutcomeFolder:
     def restore(self, step: int, marks: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Return to a checkpoint: remove the files of later steps, which will be done again.
 
-        Damaged files are moved out of the folder, next to it, and renamed.
+        Damaged files are renamed, and moved out of the folder to a place next to it.
 
         Args:
             step: The checkpoint's step; 0 removes all files.

@@ -308,8 +308,8 @@ def _total(steps: Sequence[StepFigures], env: str, name: str) -> float:
 
 
 def repeated_error(window: Window, *, share: Fraction, rollouts: PositiveInt, steps: PositiveInt) -> Iterator[Sight]:
-    """In the last steps, the same error ended at least `share` of an environment's rollouts, and at least `rollouts` of
-    them. At the start of a run, only the steps done so far are counted.
+    """In the last steps, the same error ended at least `share` of an environment's rollouts, and at least `rollouts`
+    rollouts. At the start of a run, only the steps done so far are counted.
 
     Two errors are the same if they differ only in numbers and quoted values.
     """

@@ -26,7 +26,7 @@ KEPT_STEPS, KEPT_FIRST, KEPT_EVALUATIONS = 48, 16, 32
 TRAINING_STEPS = 5
 """Number of training steps with which an evaluation is compared."""
 CLEAR_AFTER = 5
-"""Number of consecutive steps without a finding after which an alarm is cleared. A rule may override it."""
+"""Number of consecutive steps without a finding after which an alarm is cleared. A rule may override this number."""
 _SHOWN = 5
 """Maximum number of trajectories that a finding names."""
 

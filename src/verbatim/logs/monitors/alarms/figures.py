@@ -28,7 +28,7 @@ _TOKENS = 512
 _TOOLS = 32
 """Maximum number of tools per environment that have figures. The tools that are called most are kept."""
 _KINDS = 5
-"""Maximum number of kinds of errors per environment that are kept, the most common ones."""
+"""Maximum number of kinds of errors that are kept per environment. The most common kinds are kept."""
 _LIKE_A_CALL = re.compile(
     r"<tool_call|<\|?tool_?calls?|<function|<invoke|\[TOOL_CALLS\]|<\|python_tag\|>"
     r"|[\"'](arguments|parameters)[\"']\s*:"
