@@ -1,4 +1,5 @@
-"""Finds a backend by the name or import path in a section's `backend`, and the class of its settings.
+"""Finds the backend that a section's key `backend` selects by name or import path, and the class of the backend's
+settings.
 
 A backend is a function or class, called as `backend(inputs, settings)`. The annotation of `settings` defines the keys
 of the backend's table, for example [inference.torch]. Importing the module of a backend must not load heavy packages.
@@ -97,8 +98,9 @@ def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -
     """Return (1) the schema of a document, in which each backend's table is a key of its section, and (2) problems with
     import paths.
 
-    The backends are those named in the tables and those that the document names by import path. The table of the
-    backend in use gets its defaults. Tables of other backends are validated if present, and otherwise ignored.
+    The backends are those named in the component tables and those that the document names by import path. If the
+    document lacks the table of the backend in use, this table has the defaults. Tables of other backends are validated
+    if present, and otherwise ignored.
     """
     inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
     rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)

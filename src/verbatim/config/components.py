@@ -62,9 +62,9 @@ class ComponentTables:
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
     """The component with its parameters bound.
 
-    For a function, the result is a `functools.partial`, as for a monitor class, whose constructor takes the input. For
-    any other class (a frozen dataclass with `__call__`), the result is an instance. For a record with `function` and
-    `parameters`, as in `LOSSES`, the result is a copy with its parameters set.
+    For a function, the result is a `functools.partial`; so it is for a monitor class, because its constructor takes the
+    input. For any other class (a frozen dataclass with `__call__`), the result is an instance. For a record with
+    `function` and `parameters`, as in `LOSSES`, the result is a copy with its parameters set.
 
     Args:
         component: The component's table in the file.
@@ -212,7 +212,8 @@ def _use(component: ComponentConfig, what: str, path: KeyPath) -> _Use:
 
 
 def _use_of_name(name: str, what: str, key: KeyPath, **parameters: Any) -> _Use:
-    """A component that a single key names (by name or import path). The code that calls it passes `parameters`."""
+    """A component that a single key names (by name or import path). The code that calls the component passes
+    `parameters`."""
     return _Use(
         path=key,
         what=what,

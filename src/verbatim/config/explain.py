@@ -30,7 +30,7 @@ _KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a strin
 
 @dataclass
 class KeyLocations:
-    """The file and line, or the override, that set each key. Every error message begins with it."""
+    """The file and line, or the override, that set each key. Every error message begins with this place."""
 
     file: str
     lines: dict[KeyPath, int]
@@ -126,7 +126,7 @@ def short(value: Any) -> str:
 
 def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
     """Describe what may be meant by an unknown key: the nearest valid key, the table in which the key would be valid,
-    and the keys of the table that it is in."""
+    and the keys that are valid where the unknown key was found."""
     key = str(path[-1])
     section = section_at(schema, path[:-1])
     name, prefix = dotted(path), dotted(path[:-1])

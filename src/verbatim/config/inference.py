@@ -21,8 +21,9 @@ class InferenceConfig(BackendSection):
     """What happens to the key/value cache of sequences in flight when new weights arrive: "recompute" it with the new
     weights, or "keep" it."""
     return_routed_experts: bool = False
-    """Record which experts of a mixture process each token, and route each token through the same experts in
+    """Record which experts of a mixture of experts process each token, and route each token through the same experts in
     training."""
     canary_tolerance: PositiveFloat | None = None
-    """Maximum mean difference from the trainer's logprobs after a weight update. Default: 1e-4 (bfloat16: 0.1), or four
-    times the difference that rounding was measured to cause in this model, whichever is larger."""
+    """Maximum mean difference between the sampler's and the trainer's logprobs after a weight update. Default: 1e-4
+    (bfloat16: 0.1), or four times the difference that rounding was measured to cause in this model, whichever is
+    larger."""

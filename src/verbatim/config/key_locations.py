@@ -30,7 +30,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def line_numbers(text: str) -> dict[KeyPath, int]:
     """The line number (from 1) of every table, key and list element of a valid TOML text.
 
-    Keys inside a value that spans several lines get the line where its statement begins.
+    Keys inside a value that spans several lines get the line where the statement with this value begins.
 
     Example:
         >>> line_numbers('seed = 1\\n[[env]]\\nid = "a"')

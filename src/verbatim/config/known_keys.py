@@ -9,8 +9,8 @@ class Foreign(NamedTuple):
     """Keys of other frameworks that have the same counterpart here."""
 
     keys: str
-    """Our full keys, separated by spaces; below trainer.loss and orchestrator.advantage, they are parameters. Empty if
-    there is no counterpart."""
+    """Our full keys, separated by spaces; keys below trainer.loss and orchestrator.advantage are parameters of the loss
+    or the advantage. Empty if there is no counterpart."""
     why: str
     """The difference, or the reason why there is no counterpart."""
     names: str

@@ -1,8 +1,9 @@
 """Starts and ends child processes.
 
 Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which then
-ends its children in order. Everything that a child has started ends with the child's group. If a child cannot end its
-own children (a server that forks workers into sessions of their own), `inference.vllm.subreaper` runs in between.
+ends its children in order. Everything that a child has started ends with the child's group. A server that forks workers
+into sessions of their own cannot be ended in this way; such a server is started by `inference.vllm.subreaper`, which
+ends the workers too.
 
 ```
 run_program      for a program that runs to its end: a compiler, pip, a query of another Python
@@ -34,7 +35,7 @@ Stream: TypeAlias = int | IO[bytes] | None
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_READ = 2**16
-"""Buffer limit of a pipe's reader in bytes, the default of asyncio."""
+"""Size in bytes of the buffer from which a pipe is read; equal to asyncio's default."""
 _LOOK_EVERY = 0.5
 """Interval in seconds at which a child checks for its parent, on systems without PR_SET_PDEATHSIG."""
 
@@ -90,7 +91,7 @@ def start(
     """Start a child in a process group of its own; the arguments are those of `run_program`.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the child cannot be started.
     """
     return subprocess.Popen(
         command,
@@ -126,8 +127,8 @@ async def start_async(
     folder: str | None = None,
     descriptors: Sequence[int] = (),
 ) -> Child:
-    """Start a child as `start` does, for the event loop. On cancellation the child is killed before the error is
-    raised, because asyncio would otherwise wait forever for pipes that were never connected.
+    """Start a child as `start` does, but let the event loop watch it. On cancellation the child is killed before the
+    error is raised, because asyncio would otherwise wait forever for pipes that were never connected.
 
     Args:
         descriptors: File descriptors that the child inherits, under the same numbers.
@@ -159,8 +160,8 @@ async def start_async(
 
 
 async def gone(process: Child) -> None:
-    """Wait for the end of a killed child, after closing our ends of its pipes: asyncio also waits for the other ends,
-    which a process in a session of its own may hold after the child has ended."""
+    """Close our ends of a killed child's pipes, then wait for the child's end. If the pipes stayed open, asyncio would
+    wait for every process that holds them, and a process in a session of its own may outlive the child."""
     for number in range(3):  # until Python 3.13, wait() waits for the pipes
         pipe: Any = process.transport.get_pipe_transport(number)
         if pipe is None:
@@ -233,7 +234,8 @@ def end_with_parent(parent: int) -> None:
     on other systems a thread polls.
 
     Args:
-        parent: Process id of the parent, passed on by the parent itself because it may have ended already.
+        parent: Process id of the parent. The parent itself passes its id, because it may have ended before the child
+            asks.
     """
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call, so the kernel sends no signal

@@ -3,9 +3,9 @@
 ```
 CtrlC             Ctrl-C while an event loop runs its main task: in a program, a notebook or a command
 two_presses       for a command: the first Ctrl-C asks it to end, the second ends the process at once, even if it blocks
-is_ctrl_c         tells a KeyboardInterrupt from the keyboard from `raise KeyboardInterrupt` in a user's code
-users_errors converts everything that a user's code raises into one error, but lets Ctrl-C through
-the others        for processes that leave signals to another process, and for the start and end of a command
+is_ctrl_c         True for a KeyboardInterrupt that the keyboard caused, not a user's `raise KeyboardInterrupt`
+users_errors      converts everything that a user's code raises into one error, but lets Ctrl-C through
+other functions   for processes that leave signals to another process, and for the start and end of a command
 ```
 
 `inference.vllm.subreaper` runs with the standard library alone and handles its signals itself.
@@ -51,7 +51,8 @@ def is_ctrl_c(error: BaseException) -> bool:
     """True if a KeyboardInterrupt comes from the keyboard, not from `raise KeyboardInterrupt` in the user's code.
 
     Only the main thread gets signals, and an exception raised by a Python handler has the handler's frame in its
-    traceback. Python's default handler has no frame, so with it every KeyboardInterrupt counts as Ctrl-C.
+    traceback. Python's default handler has no frame; under the default handler, every KeyboardInterrupt counts as
+    Ctrl-C.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
@@ -67,8 +68,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def users_errors(told: Callable[[BaseException], Exception], *passed: type[BaseException]) -> Iterator[None]:
-    """Convert any exception that a user's code raises in the block (including that of `sys.exit`) into the error that
-    `told` returns for it. Ctrl-C and exceptions of the classes `passed` are raised unchanged."""
+    """Convert any exception that a user's code raises in the block (including the `SystemExit` of `sys.exit`) into the
+    error that `told` returns for it. Ctrl-C and exceptions of the classes `passed` are raised unchanged."""
     try:
         yield
     except BaseException as error:
@@ -84,9 +85,9 @@ def _code(handler: object) -> CodeType | None:
 
 @contextlib.contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether Ctrl-C has been pressed since the block began. The program's own handler
-    still runs. This is needed under `asyncio.run`, whose handler cancels the main task, because a tool's code may
-    cancel the main task as well."""
+    """Yields a function that tells whether Ctrl-C has been pressed since the block began. Needed under `asyncio.run`,
+    whose handler cancels the main task: a tool's code may also cancel the main task, so a cancellation alone does not
+    prove Ctrl-C. The handler of `asyncio.run` still runs."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _is_of_asyncio(handler):
         yield lambda: False
@@ -163,8 +164,8 @@ class CtrlC:
 
     def handled(self) -> AbstractContextManager[None]:
         """Handle SIGINT while the block runs. Has no effect outside the main thread, or if the program has a handler of
-        its own. The handler of `asyncio.run` is replaced, because it would only cancel a task that waits for the
-        block."""
+        its own. The handler of `asyncio.run` is replaced, because that handler would not cancel the block but only a
+        task that waits for the block."""
         handler = signal.getsignal(signal.SIGINT)
         if handler is signal.default_int_handler or _is_of_asyncio(handler):
             return _handling({signal.SIGINT: self.hear})
@@ -172,7 +173,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def heard_elsewhere(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """The context manager for `run_main` if `press` and `hear` are called from outside."""
+        """The context manager for `run_main` if other code receives the signals and calls `press` or `hear`."""
         self._running = (loop, main)
         try:
             if self._num:  # Ctrl-C was pressed before the loop existed
@@ -187,7 +188,8 @@ class CtrlC:
 
     @contextlib.contextmanager
     def handled_here(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[None]:
-        """The context manager for `run_main` on the main thread, where Python delivers signals: handles them itself."""
+        """The context manager for `run_main` on the main thread, where Python delivers signals; it also installs `hear`
+        as the handler."""
         with self.heard_elsewhere(loop, main), self.handled():
             yield
 
@@ -199,8 +201,8 @@ def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lam
     blocks the loop or catches every exception.
 
     Args:
-        ask: Called on that thread at the first press; returns True if it could ask the work to end. If it returns
-            False, the main task is cancelled.
+        ask: Called on the thread that waits for signals, at the first press; returns True if it could ask the work to
+            end. If it returns False, the main task is cancelled.
         farewell: Returns the text to print before the process ends at once.
     """
 
@@ -221,9 +223,11 @@ def second_press_ends(
     outside the main thread.
 
     Args:
-        first: Called on a thread at the first signal, with its name, even while the main thread is blocked.
+        first: Called with the signal's name at the first signal, on a thread of its own, even while the main thread is
+            blocked.
         farewell: Returns the text to print before the process ends at once.
-        handle_first: Called in the main thread at the first signal, as soon as this thread runs Python code; may raise.
+        handle_first: Called with the signal's name at the first signal, in the main thread, as soon as the main thread
+            runs Python code; may raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -281,8 +285,9 @@ def _end_at_once(farewell: str) -> None:
 
 
 def sigterm_is_ctrl_c() -> None:
-    """Handle SIGTERM like Ctrl-C outside the blocks above: child processes are ended and the exit status is 130. The
-    second SIGTERM ends the process at once. If SIGTERM is ignored, it remains ignored."""
+    """Handle SIGTERM like Ctrl-C wherever no `two_presses` or `second_press_ends` block runs: child processes are ended
+    and the exit status is 130. The second SIGTERM ends the process at once. If SIGTERM is ignored, it remains
+    ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _second_ends(raise_ctrl_c))
 

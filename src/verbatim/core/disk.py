@@ -182,7 +182,7 @@ def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that others may have created: links are not followed, and pipes and devices are not
+    """Open a file that others may have created, for reading only: links are not followed, and pipes and devices are not
     opened.
 
     Raises:
@@ -256,7 +256,7 @@ def keep_aside(path: Path, folder: Path | None = None, why: str = "damaged") -> 
     Args:
         path: The damaged file or folder.
         folder: The folder to move it to; by default the folder that it is in.
-        why: The word for the new name.
+        why: The word that the new name contains.
 
     Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, and the next one `metrics.jsonl.damaged-2`.
     """

@@ -11,7 +11,7 @@ VerbatimError
 │       └── FormatError          a file in a format that this version does not read
 ├── RolloutError                 bad data from a rollout: kept on its trajectory and counted; the run goes on
 │   ├── RecordError (ValueError) ids, logprobs or turns that cannot come from a sampler
-│   │   └── NoFlatList (KeyError)    the flat list of a trajectory's ids, which needs one context and token ids
+│   │   └── NoFlatList (KeyError)    a trajectory with a break or without token ids was asked for a flat list of ids
 │   ├── EnvironmentFault         an environment or a tool raised, hung, or returned something impossible
 │   │   ├── JudgeFailed          a judge gave no verdict
 │   │   └── ProgramFault         an agent program crashed, hung, or never called the model
@@ -121,7 +121,7 @@ class SamplerFault(RolloutError):
     Args:
         message: What happened.
         num_tokens: Number of tokens sampled for the request so far, if the engine knows.
-        num_lost_tokens: Number of tokens that replicas sampled for the request before they were lost, if known.
+        num_lost_tokens: Number of tokens sampled for the request by replicas that then failed, if known.
     """
 
     def __init__(self, message: str = "", *, num_tokens: int = 0, num_lost_tokens: int = 0) -> None:

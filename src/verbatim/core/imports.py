@@ -66,7 +66,7 @@ def import_without(package: str, unused: str) -> None:
     here. A later import of `unused` gets the real package. If other threads are running, which could import `unused` in
     the meantime, it is imported normally.
 
-    Example: `renderers` imports `openai`, half a second, for the annotations of a client.
+    Example: `renderers` imports `openai`, which takes half a second, only to annotate a client.
     """
     if package in sys.modules or unused in sys.modules or threading.active_count() > 1:
         return
@@ -81,9 +81,9 @@ def import_without(package: str, unused: str) -> None:
 
 @contextlib.contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """Switch off garbage collection while the block imports, and exclude everything that exists at its end from later
-    collections. For commands only. Importing PyTorch and transformers creates a million permanent objects; scanning
-    them again and again takes a quarter of the import's time."""
+    """Switch off garbage collection while the block imports, and exclude everything that exists when the block ends
+    from later collections. For commands only. Importing PyTorch and transformers creates a million permanent objects;
+    scanning them again and again takes a quarter of the import's time."""
     gc.disable()
     try:
         yield
@@ -193,8 +193,8 @@ def folders_beside() -> tuple[str, ...]:
 
 def find_file(path: str | Path) -> Path | None:
     """The path of a file or folder that a configuration names. It is searched for in the current directory, and then
-    next to the files given to `search_beside`; None if it is in none of these places. The folder in which it is found
-    is remembered for the run, as for modules."""
+    next to the files given to `search_beside`; None if it is in none of these places. The run remembers the folder in
+    which the path is found, as it remembers the folders of imported modules."""
     given = Path(path)
     for folder in ("", *([] if given.is_absolute() else _BESIDE)):
         if (found := Path(folder) / given).exists():
@@ -219,8 +219,8 @@ def _beside() -> str:
 def told(error: BaseException) -> str:
     """What a user's code raised, and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
 
-    Frames of Python's own import machinery are skipped, because they do not help to find the mistake. For an import of
-    another framework, our counterpart is added.
+    Frames of Python's own import machinery are skipped, because they do not help to find the mistake. If the code
+    failed to import a name of another framework, the name to import instead is added.
     """
     if isinstance(error, SyntaxError) and error.filename:
         line = f": {error.text.strip()}" if error.text else ""
@@ -245,6 +245,6 @@ def _where_else(module_name: str, attribute: str) -> str:
 
 def child_environment() -> dict[str, str]:
     """Environment variables for a Python process that can import the same modules as this process: `PYTHONPATH` keeps
-    its entries, and those of `sys.path` follow."""
+    its entries, and the entries of `sys.path` are added after them."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, [*own, *sys.path])))}

@@ -1,5 +1,5 @@
-"""Recognises services' API keys by their form (a known prefix and the service's number of letters and digits), and URLs
-that grant access without a key. Harmless text does not match these forms by chance."""
+"""Recognises services' API keys by their form (a known prefix, followed by as many letters and digits as that service
+uses), and URLs that grant access without a key. Harmless text does not match these forms by chance."""
 
 from __future__ import annotations
 

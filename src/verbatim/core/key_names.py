@@ -17,7 +17,7 @@ _SURE_PAIRS = frozenset(
     for what in ("key", "secret", "token")
 )
 _MAYBE = frozenset({"cookie", "key", "pat", "secret", "token"})
-"""Words at the end of names of keys, but also of other values: `key = "answer"`."""
+"""Words with which the names of keys end, but also the names of other values: `key = "answer"`."""
 _BEHIND = frozenset(
     {"base", "default", "dev", "hash", "live", "plain", "prod", "production", "raw", "staging", "test", "text", "value"}
 )
@@ -69,7 +69,8 @@ def is_sure_login_name(name: str) -> bool:
 
 
 def inner_name(own: str, outer: str) -> str:
-    """The name by which a value is judged: its own name, the name of the table of keys that contains it, or both."""
+    """The name that decides whether a value is a key: the value's own name, the name of the table that contains the
+    value, or both."""
     if not names_key(own):
         return outer if names_key(outer) else own
     if is_sure_name(outer) and not is_sure_name(own):

@@ -1,5 +1,5 @@
-"""Recognises passwords by their context: `basic_auth = "user:password"`, `auth = ["user", "password"]`, and
-`curl -u user:password` and similar commands, given as a list or a string."""
+"""Recognises passwords by their context: `basic_auth = "user:password"`, `auth = ["user", "password"]`, and commands
+such as `curl -u user:password`, which may be a list or a string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _METHODS = frozenset({
     "pass", "passwd", "password", "private", "public", "query", "read", "required", "saml", "secret", "sso", "tls",
     "token", "true", "user", "write",
 })  # fmt: skip
-"""Words that, as a login's value, are authentication methods, permissions or placeholders, not passwords."""
+"""If a login's value is one of these words, it is an authentication method, a permission or a placeholder, not a
+password."""
 _HTTP_CLIENTS = frozenset({"curl", "wget", "http", "https", "httpie", "xh", "xhs", "curlie"})
 _LOGIN_OPTIONS = frozenset({"-u", "-U", "--user", "--proxy-user", "-a", "--auth"})
 """Options of HTTP clients that take `user:password`; in other programs `-u`, `--user` and `--proxy-user` may have a
@@ -72,7 +73,7 @@ def has_password(before: Collection[str], option: str, value: str) -> bool:
     """True if the value of a command's option holds a password.
 
     Args:
-        before: The preceding words of the command; names of programs stand without their folder.
+        before: The preceding words of the command; names of programs are given without their folder.
         option: The option, such as `-u` or `--user`.
         value: The word after the option.
 
@@ -118,7 +119,7 @@ def logins_in(text: str, *, surely: bool = False) -> Iterator[tuple[int, int]]:
 
     Args:
         text: A string with commands, or with anything else.
-        surely: True to skip strings that may just as well explain a command: `sshpass -p takes it`.
+        surely: True to skip strings that may be prose about a command: `sshpass -p takes it`.
 
     >>> text = "curl -s -u me:swordfish https://host; docker run -u 1000:1000 -p 80:80 image"
     >>> [text[slice(*place)] for place in logins_in(text)]

@@ -93,7 +93,8 @@ def describe(error: BaseException, where: object = None) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Set the file name of an OSError raised in the block, because errors of write, flush and sync have none."""
+    """Set the file name of an OSError raised in the block, because the errors of write, flush and sync have no file
+    name."""
     try:
         yield
     except OSError as error:

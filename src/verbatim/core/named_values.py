@@ -14,7 +14,8 @@ from verbatim.core.logins import is_login_pair
 _NAME = r"(?<![\w\-.])-{0,2}(?P<name>[A-Za-z_][\w\-.]{0,200})(?![\w\-.])"
 _QUOTE = r"""\\*["']"""
 _QUOTED = rf"""(?P<quote>{_QUOTE})(?P<value>(?:(?!(?<!\\)(?P=quote))[^\n])+)(?=(?P=quote))"""
-"""A quoted value, up to the same quote with the same number of backslashes; it may contain other quotes."""
+"""A quoted value. It ends at the same kind of quote, after the same number of backslashes, and may contain quotes of
+other kinds."""
 _LITERAL = r"""\\(?![nrt"'\\])"""
 """A literal backslash, that is, one that does not escape anything."""
 _SETTINGS = (
@@ -179,7 +180,7 @@ def _may_be_key(bare: str) -> bool:
 
 
 HEADERS = tuple(map(_headers, _HEADERS))
-"""Functions that find the values of HTTP headers that hold keys."""
+"""Functions that find HTTP headers that hold keys, and return the headers' values."""
 SETTINGS = (*map(_settings, _SETTINGS), _listed_in, _items_in)
 """Functions that find the values of settings and options, and the values in lists and tables that follow a name."""
 LINES = _settings(_YAML)

@@ -38,7 +38,7 @@ class PlainConsole(Console):
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments, with their text escaped; rich's own control segments are unchanged."""
+        """The renderable's segments, with their text escaped; rich's own control segments are unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

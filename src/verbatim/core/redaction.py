@@ -20,8 +20,8 @@ REDACTED = "[redacted]"
 SHORTEST = 6
 """Minimum length of a key's value in characters; a shorter value would match in almost any string."""
 SHORTEST_OF_VARIABLE = 8
-"""Minimum length of an environment variable's value. It is higher, because only the variable's name suggests that the
-value is a key."""
+"""Minimum length of an environment variable's value; greater than `SHORTEST`, because only the variable's name suggests
+that the value is a key."""
 
 _NO_KEY = frozenset({
     "", "-", "0", "1", "always", "default", "disabled", "dummy", "empty", "enabled", "false", "never", "no", "none",
@@ -60,7 +60,7 @@ def hide(value: str | None) -> None:
 
 
 def hide_in(name: str, value: str) -> None:
-    """Call `hide` for a setting's value if it is a key, or for the keys in the value."""
+    """Call `hide` for a setting's value if the whole value is a key, otherwise for each key inside the value."""
     if _is_under(name, value):
         hide(value)
         hide(value.rpartition(" ")[2])  # "Bearer ..."

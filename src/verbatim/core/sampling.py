@@ -71,16 +71,17 @@ class SamplingParams:
     max_tokens: int = 512
     """Maximum number of tokens in one completion, including the stop token."""
     top_p: float = 1.0
-    """Nucleus sampling: keep the smallest set of tokens with this total probability, at least 1e-30; 1 to keep all."""
+    """Nucleus sampling: keep the smallest set of tokens with this total probability (1e-30 or more); 1 to keep all."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 to keep all."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the most likely token's probability; 0 to keep all."""
     stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with the first of these ids, which is part of the completion. At most 4096."""
+    """A completion ends with the first of these ids, which is part of the completion. At most 4096 ids."""
     stop: tuple[str, ...] = ()
     """Stop strings: a turn ends with the token that completes a stop string. Samplers see only ids and refuse stop
-    strings; turns are ended by the code that has the tokenizer (`AgentLoop`), or by a chat server. At most 16."""
+    strings; turns are ended by the code that has the tokenizer (`AgentLoop`), or by a chat server. At most 16
+    strings."""
     return_kept_sets: bool = False
     """Return the kept set of each token, if `top_p`, `top_k` or `min_p` cut the distribution."""
 

@@ -22,7 +22,8 @@ memory."""
 
 
 class Segment:
-    """A run of ids: the part that one sequence added after its parent segment."""
+    """Consecutive ids: the part of a sequence that was new when the sequence was added. It follows the parent
+    segment."""
 
     __slots__ = ("end", "ids", "parent", "start")
 
@@ -146,12 +147,12 @@ class PathReader:
 
 
 class TokenTree:
-    """A tree to which prompts are added with their completions: it stores the new part of each sequence, and compares
-    the known part with what it holds.
+    """A tree to which prompts are added with their completions: the tree stores the new part of each sequence, and
+    compares the rest with the parts that are stored already.
 
     A prompt that extends the last added sequence, the common case, costs one memory comparison. Any other prompt is
-    compared with the last added sequence up to the first difference, and from there with the branch that continues in
-    the same way: one comparison per token, for any number of branches.
+    compared with the last added sequence up to the first difference, and from there with the stored branch that has the
+    same ids: one comparison per token, for any number of branches.
 
     Example: after `add([1, 2], [3])` and `add([1, 2, 3, 4], [5])` the tree holds the segments `[1, 2, 3]` and `[4, 5]`;
     after `add([1, 2, 9], [6])` it also holds `[9, 6]`, which follows the first two tokens of the first segment.
@@ -170,8 +171,8 @@ class TokenTree:
         self._tail = _NONE
         """The end of the last added sequence; `_last` has everything before it."""
         self._last_is_new = False
-        """True if part of the last added sequence was newly stored; its segment then ends where the sequence ends and
-        has no branches yet."""
+        """True if part of the last added sequence was newly stored; the new segment then ends where the sequence ends
+        and has no branches yet."""
         self._last_path = self.root
 
     @property
@@ -239,7 +240,7 @@ class TokenTree:
 
         Args:
             ids: The sequence.
-            raw: The sequence as bytes, which compare faster, or None if the array is kept.
+            raw: The sequence as bytes, because bytes are compared faster than arrays; None if the array is kept.
         """
         last, tail, length = self._last, self._tail, self._last_path.length
         if raw is not None and isinstance(last, bytes):

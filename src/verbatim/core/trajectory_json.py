@@ -60,7 +60,7 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
 
 def was_cut(trajectory: TrajectoryRecord) -> bool:
     """True if a trajectory was stored without messages, tools and info, because these were not JSON. An environment's
-    own `info` may have the same key, but then the trajectory has messages too, or had no messages to lose."""
+    own `info` may also have the key `NOT_WRITTEN`, but then the trajectory has messages, or had no messages to lose."""
     return not (trajectory.messages or trajectory.tools) and list(trajectory.info) == [NOT_WRITTEN]
 
 
@@ -87,8 +87,8 @@ def plain(value: Any) -> Any:
 
 
 def prompt_to_json(turn: Turn, earlier: Sequence[Turn]) -> dict[str, Any]:
-    """A turn's prompt as `of_turn` and `shared` (which earlier turn's context it shares ids with, and how many), and
-    `new_ids`."""
+    """A turn's prompt as three values: `of_turn`, the index of the earlier turn whose context begins with the same ids;
+    `shared`, the number of these ids; and `new_ids`, the ids that follow them."""
     prompt = turn.num_prompt_tokens
     best, shared = None, 0
     if earlier and turn.extends(earlier[-1]):  # this is the common case: no other turn shares more

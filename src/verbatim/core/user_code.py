@@ -1,4 +1,4 @@
-"""Handles exceptions raised by a user's code: tells whether their task is still running, and frees the memory that
+"""Handles exceptions raised by a user's code: tells whether a task is still running, and frees the memory that
 tracebacks keep alive."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def is_running(task: asyncio.Task[Any] | None) -> bool:
 
 def drop_tracebacks(error: BaseException | None) -> None:
     """Remove the tracebacks of an exception and of its causes, contexts and members. A traceback references the frames
-    of all callers, and a caller that references the exception forms a cycle with it: all their objects would be kept
-    until the next garbage collection."""
+    of all callers, and a caller that references the exception forms a cycle with it: the objects of all these frames
+    would be kept until the next garbage collection."""
     left, seen = [error], set[int]()
     while left:
         found = left.pop()

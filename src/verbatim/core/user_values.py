@@ -115,7 +115,7 @@ class _Look:
         is kept, too, so that no other object can get its id."""
 
     def size(self, value: Any, path: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Number of values, characters and levels."""
+        """A value's number of values, characters and levels."""
         if type(value) is str:
             return 1, len(value), 0
         if isinstance(value, Mapping):

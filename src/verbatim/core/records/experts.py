@@ -14,7 +14,8 @@ from verbatim.core.errors import RecordError
 from verbatim.core.records.fields import Bool, read_only
 
 Experts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
-"""Expert numbers, [N, D, K]: for N tokens, in each of D decoder layers (0 in layers without experts), K experts."""
+"""Expert numbers [N, D, K]: the K experts of each of N tokens in each of D decoder layers; 0 in layers without
+experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -80,18 +80,19 @@ class KeptSets:
         return KeptSets.of_counts(self.ids[at], counts)
 
     def spread(self, places: NDArray[np.integer], length: int) -> KeptSets:
-        """The sets, moved to these ascending indices of `length` tokens; at all other indices nothing was cut."""
+        """A record of `length` tokens that has these sets at the given ascending indices, and empty sets at all other
+        indices."""
         counts = np.zeros(length, dtype=np.int64)
         counts[places] = self.counts
         return KeptSets.of_counts(self.ids, counts)
 
     @staticmethod
     def joined(parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
-        """The sets of several runs of tokens, concatenated, or None if nothing was cut in any run.
+        """The sets of several token sequences, concatenated, or None if nothing was cut in any of the sequences.
 
         Args:
-            parts: The sets of each run, or None for a run in which nothing was cut.
-            lengths: Number of tokens in each run.
+            parts: The sets of each sequence, or None for a sequence in which nothing was cut.
+            lengths: Number of tokens in each sequence.
         """
         known = [part for part in parts if part is not None]
         if not known:

@@ -70,9 +70,10 @@ class MicroBatch:
     trajectory_ids: tuple[str, ...]
     """Ids of the trajectories with targets in this micro-batch."""
     trajectory_lengths: Int32
-    """Length of each of these trajectories, counting the tokens of all its samples: int32 [len(trajectory_ids)]."""
+    """Length of each trajectory in `trajectory_ids`, counting the tokens of all its samples: int32
+    [len(trajectory_ids)]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that must process the U tokens, or None if no experts were recorded."""
+    """In a mixture of experts, the experts that must process the U tokens, or None if no experts were recorded."""
     is_rows: bool = True
     """True if every tree is a path; attention kernels for rows rely on this."""
     num_repeated_tokens: int = 0

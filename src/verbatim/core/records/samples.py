@@ -48,7 +48,8 @@ class TrainingSample:
     logprob_streams: Mapping[str, Float32]
     """Logprobs of other models for the tokens under the mask, by the model's role ("teacher"): float32 [L]."""
     routed_experts: RoutedExperts | None = None
-    """The experts of a mixture that processed the L tokens during sampling, or None if they were not recorded."""
+    """In a mixture of experts, the experts that processed the L tokens during sampling, or None if they were not
+    recorded."""
     kept_sets: KeptSets | None = None
     """The kept sets of the L tokens, empty outside the mask, or None if nothing was cut."""
     trajectory_id: str = ""
@@ -170,7 +171,7 @@ class TrainingSample:
         return np.flatnonzero(self.loss_mask) if self.spans is None else trained_places(self.spans)
 
     def trained(self, name: str) -> NDArray[Any]:
-        """One array of the sample, by name, at the trained tokens only: [T]."""
+        """The values of the array `name` of this sample at the trained tokens: [T]."""
         if self.spans is None or name not in OUTSIDE:
             return getattr(self, name)[self.trained_places()]  # type: ignore[no-any-return]
         return of_trained(self.spans, name)

@@ -50,11 +50,11 @@ _INSIDE: dict[str, Callable[[Span], Any]] = {
     "policy_versions": attrgetter("version"),
     "temperatures": attrgetter("temperature"),
 }
-"""The value of each array of `OUTSIDE` within the span; None if it is the same as outside."""
+"""For each array of `OUTSIDE`, the value inside a span; None if the value inside is the same as the value outside."""
 
 
 def expanded(spans: Sequence[Span], name: str, length: int) -> NDArray[Any]:
-    """One array of `OUTSIDE` for a sample of `length` tokens; read-only.
+    """The array `name` (a key of `OUTSIDE`) of a sample of `length` tokens; read-only.
 
     >>> span = Span(start=1, end=3, chunk=0, version=7, advantage=0.5, temperature=1.0, logprobs=None)
     >>> expanded([span], "policy_versions", 4).tolist()
@@ -88,7 +88,7 @@ def trained_places(spans: Sequence[Span]) -> NDArray[np.int64]:
 
 
 def of_trained(spans: Sequence[Span], name: str) -> NDArray[Any]:
-    """One array of `OUTSIDE` at the trained tokens only: [T].
+    """The values of the array `name` (a key of `OUTSIDE`) at the trained tokens: [T].
 
     >>> spans = [Span(1, 3, 0, 7, 0.5, 1.0, None), Span(6, 7, 1, 8, 0.5, 1.0, None)]
     >>> of_trained(spans, "policy_versions").tolist()

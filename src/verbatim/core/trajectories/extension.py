@@ -1,4 +1,5 @@
-"""Finds the open sample that a prompt extends exactly, or the position at which the prompt first differs."""
+"""Finds the open sample that a prompt extends exactly, or else the position at which the prompt first differs from the
+closest open sample."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class SampleEnds:
         self._count = 0
 
     def longest(self, turn: Turn) -> tuple[int, int] | None:
-        """Number and length of the longest open sample that is an exact prefix of the turn's prompt; None at a break.
+        """(number, length) of the longest open sample that is an exact prefix of the turn's prompt; None at a break.
 
         A shorter sample must not win over a longer one, because the sampled tokens of the longer sample would then
         count as tokens of the environment. Among equally long samples the earliest wins.

@@ -27,7 +27,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
 
 
 def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
-    """Those of the indices in `openings` for which the turn's agent also sampled in an earlier turn, in order."""
+    """The indices in `openings` of turns whose agent had already sampled in an earlier turn, in order."""
     found, agents, opens = [], set[str](), set(openings)
     for place, turn in enumerate(turns):
         if place in opens and turn.agent in agents:

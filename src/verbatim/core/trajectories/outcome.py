@@ -44,7 +44,7 @@ class TrajectoryOutcome:
     """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if they were
     not kept."""
     gradients: tuple[Float32 | None, ...] = ()
-    """Derivative of the loss (not yet normalised) with respect to each of these logprobs: float32 [C]."""
+    """Derivative of the loss (not yet normalised) with respect to each logprob in `trainer_logprobs`: float32 [C]."""
     teacher_logprobs: tuple[Float32 | None, ...] = ()
     """The teacher's logprobs of each turn's completion, float32 [C], or None for a turn that the teacher did not score.
     Empty without a teacher."""

@@ -19,7 +19,7 @@ from verbatim.core.trajectories.openings import breaks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryRecord:
-    """The fields of a `Trajectory` and their properties; `Trajectory` adds the mapping view.
+    """The fields and properties of a `Trajectory`, without the mapping view that `Trajectory` adds.
 
     Raises:
         RecordError: a reward, a part of a reward or an advantage is not a single number.
@@ -100,7 +100,8 @@ class TrajectoryRecord:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Number of ids held in memory: O(L), each distinct (prefix, token) once."""
+        """Number of ids held in memory. Each distinct (prefix, token) is held once, so this is O(L) for a trajectory of
+        L tokens."""
         segments: set[Segment] = set()
         for turn in self.turns:
             segment = turn.path.segment

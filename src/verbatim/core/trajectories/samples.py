@@ -257,9 +257,9 @@ def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | N
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
-    """The experts that processed the tokens of a sample, as recorded by the sample's own turns, and then by other turns
-    as far as these share the sample's context. If several turns recorded a token, the sample's own turns have priority,
-    in order.
+    """The experts that processed the tokens of a sample, as recorded by the sample's own turns, and by other turns as
+    far as their context is also the sample's. If several turns recorded the experts of one token, the first of the
+    sample's own turns has priority, and a turn outside the sample comes last.
 
     Args:
         trained: The trained turns of the sample, each with its index.
@@ -288,7 +288,8 @@ def _refuse_breaks(
         runs: For each sample, the indices of its turns in `kept`.
 
     Raises:
-        RunStopped: there is a break; the message names trajectory, turn and position, and shows the ids on both sides.
+        RunStopped: there is a break; the message names trajectory, turn and position, and shows the ids that both turns
+            have from there.
     """
     for first in spoken_before((run[0] for run in runs), [turn for _, turn in kept]):
         raise RunStopped(
@@ -298,7 +299,8 @@ def _refuse_breaks(
 
 
 def _explain_break(index: int, turn: Turn, earlier: Sequence[tuple[int, Turn]]) -> str:
-    """Explain where a turn's prompt first differs from the closest earlier turn, and show the ids on both sides.
+    """Explain where a turn's prompt first differs from the closest earlier turn, and show the ids that both turns have
+    from there.
 
     Example: `turn 1 (main) does not extend turn 0: of its 3 prompt ids the first 1 are the same; at position 1 it has
     [9, 7], turn 0 has [2]`.

@@ -75,8 +75,8 @@ class Trajectory(TrajectoryRecord, Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def _beside_messages(self) -> Mapping[str, Any]:
-        """What the caller of a rollout passed next to the messages. Fields of the trajectory take precedence over equal
-        names."""
+        """What the caller of a rollout passed next to the messages. A field of the trajectory takes precedence over a
+        passed value with the same name."""
         task = self.info.get("task", {})
         return task if isinstance(task, Mapping) else {}
 
