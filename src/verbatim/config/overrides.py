@@ -30,7 +30,7 @@ class Override:
     """One override as typed."""
 
     flag: str
-    """`--orchestrator.batch-size`."""
+    """The option as typed, such as `--orchestrator.batch-size`."""
     text: str | None
     """The value as typed, or None if there was none, which means `true` for a boolean."""
 

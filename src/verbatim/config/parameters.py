@@ -29,7 +29,7 @@ def check_parameters(
     Args:
         function: A function, or a class constructed from its parameters alone.
         values: The parameters from the file.
-        num_inputs: Number of leading positional parameters of a function that receive data.
+        num_inputs: If `function` is a function: the number of its leading positional parameters that receive data.
         label: The kind of component, for messages.
         given: Names of parameters that already have a value.
     """
@@ -87,8 +87,8 @@ def _convert(value: Any, function: Callable[..., Any], parameter: inspect.Parame
 def evaluate(annotation: str, function: Callable[..., Any]) -> Any:
     """Resolve one string annotation of a function or class.
 
-    `get_type_hints(function)` would resolve all annotations, and other annotations may name types that are imported for
-    type checking only.
+    `get_type_hints(function)` would resolve all annotations of the function, and some may name types that are imported
+    for type checking only.
 
     Raises:
         NameError: the annotation names something that its module does not define.

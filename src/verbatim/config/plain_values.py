@@ -13,7 +13,7 @@ DEEPEST = 100
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; expected fewer"
 TOO_LONG = "a number of more than 4,300 digits; expected a shorter one, or a string"
 _SHOWN = 4
-"""Number of leading keys that a message shows of the path of a value that is too deep."""
+"""If a value is too deep, a message shows this many of the leading keys of its path."""
 
 
 def problems_of_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

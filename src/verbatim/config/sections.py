@@ -34,9 +34,9 @@ class ComponentConfig(BaseModel):
     type: str = "default"
     """A name from the component's table, an import path ("my_module.my_loss"), or "custom"."""
     import_path: str | None = None
-    """The import path `module.function`, with "custom"."""
+    """The import path `module.function`; only for type = "custom"."""
     kwargs: dict[str, Any] = Field(default={}, exclude_if=lambda kwargs: not kwargs)
-    """Keyword arguments of the function, with "custom"."""
+    """Keyword arguments of the function; only for type = "custom"."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
@@ -160,7 +160,7 @@ class BackendSettings(Section):
         """
 
     def check_for(self, *, context_length: int, adapter_rank: int | None) -> None:
-        """Refuse a run that a sampler with these settings cannot serve, before the run starts.
+        """Before a run starts, refuse the run if a sampler with these settings cannot serve it.
 
         Args:
             context_length: Maximum number of tokens in prompt and completion together.
@@ -172,7 +172,7 @@ class BackendSettings(Section):
 
 
 class BackendSection(Section):
-    """A section with a `backend`, whose own settings are in the table with its name.
+    """A section with a key `backend`. The selected backend's own settings are in the table with the backend's name.
 
     The backends' own tables are not validated here: `config.backends.schema_with_backends` adds their types to the
     schema.

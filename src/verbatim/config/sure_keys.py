@@ -4,11 +4,12 @@ Redaction hides everything that may be a key. Refusing a configuration stops the
 stricter. A string is certainly a key if it occurs
 - in the form that a service gives its keys: a known prefix, followed by letters and digits without a break;
 - as the password in a URL, after `Bearer` or `Basic`, or as the value of an environment variable named like a key;
-- as a login or password in a command, `curl -u user:password`, or in a setting: `basic_auth = "user:password"`;
+- as a login or password in a command (`curl -u user:password`) or in a setting (`basic_auth = "user:password"`);
 - in a setting named like a password or API key (`password`, `api_key`, `authorization`), if it has no spaces or has a
   digit;
-- in a setting named like another specific key (`MY_PASS`, `client_secret`), or after either kind of name within a
-  string, if it has letters and digits and is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`;
+- in a setting with a different name that only keys have (`MY_PASS`, `client_secret`), if it has letters and digits and
+  is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`. The same test applies to a string that follows
+  one of the names in these two points inside a longer string;
 - in a setting with an ambiguous name (`key`, `token`, `pass` alone, plurals) if it looks random: at least 16 letters
   and digits without a break, which change at least three times between letters and digits.
 """
@@ -72,7 +73,8 @@ def is_sure_key(name: str, text: str) -> bool:
 
 
 def _is_named(name: str, value: str, *, within: bool = False) -> bool:
-    """True if a value is a key because of its name. Within a longer string it may be prose: `password: swordfish`."""
+    """True if a value is a key because of its name. With `within`, the name and value were found in a longer string,
+    which may be prose, such as `password: swordfish`; the rules for passwords are then stricter."""
     words = words_of(name)
     if not names_key(name) or is_placeholder(value):
         return False

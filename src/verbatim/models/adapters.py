@@ -233,8 +233,8 @@ def fingerprint(
 ) -> str:
     """A digest of the tensors' names, dtypes, shapes and values. It detects another model; it is not tamper-proof.
 
-    Of a tensor's values, only the sum of their bit patterns, read as integers, enters the digest. The sum is computed
-    at memory speed, and the sums of a tensor's shards add up to the sum of the whole tensor.
+    The digest uses a tensor's values only through one number: the sum of their bit patterns, read as integers. The sum
+    is computed at memory speed, and the sums of a tensor's shards add up to the sum of the whole tensor.
 
     Args:
         tensors: Pairs of name and tensor.

@@ -1,9 +1,10 @@
 """Checks that another implementation of a model's layers agrees with the model's own code up to rounding.
 
 Each layer of the model's own code gets the same input as the other implementation's layer, once in the model's dtype
-and once in float64. The other implementation passes if each layer's error against float64 is at most `TIMES` that of
-the model's own code, and if its full forward pass agrees with its layers run one by one. Layers are compared on equal
-inputs because a deep model amplifies an early rounding difference by an unpredictable factor.
+and once in float64. The other implementation passes if the error of each of its layers against float64 is at most
+`TIMES` times the error of the model's own code, and if its full forward pass agrees within the same limit with its own
+layers run one by one. Layers are compared on equal inputs because a deep model amplifies an early rounding difference
+by an unpredictable factor.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from verbatim.models.head import CausalLM
 
 TIMES = 8
 """Maximum accepted error, as a multiple of the error of the model's own code. In measurements, a correct implementation
-had at most 2.4 times that error, and one with a wrong head 70,000 times."""
+had at most 2.4 times the error of the model's own code, and an implementation with a wrong head 70,000 times."""
 _WORST = 32
-"""Factor by which the limit for the worst row is larger, because that row's error may come from a single large
-number."""
+"""The limit for the worst row is this many times the limit for the 75th percentile of the rows, because the worst row's
+error may come from a single large number."""
 _TIMES_ROUNDED = 2
 """Used instead of `TIMES` if both implementations round the same inputs to bfloat16. This rounding dominates both
-errors, so the limit can be tight. In measurements, the factor was 1.13 for a correct implementation, and 8 for a wrong
-head."""
+errors, so the limit can be tight. In measurements, a correct implementation had 1.13 times the error of the model's own
+code, and an implementation with a wrong head 8 times."""
 FLOOR = 2.0**-23
 """Relative error that is always accepted (float32's epsilon), because the model's own code may by chance be closer to
 float64 than any other order of operations."""
 TOKENS = 28
-"""Length of the test sequence: longer than a page of the kernel, and than most sliding windows in the tests."""
+"""Length of the test sequence: longer than a page of the kernel, and longer than most sliding windows in the tests."""
 _AT_ONCE = 1 << 18
 """Number of weights converted to float64 at a time, so that they stay in the processor's cache."""
 
@@ -73,7 +74,8 @@ def disagreement(
         ours.append(layer(len(ours), args[0][0]))
 
     def keep(kept: list[Tensor], _: Any, args: Any, output: Tensor) -> Tensor:
-        """Record the own layer's output, but return ours, so that the next layer gets the same input in all passes."""
+        """Record the output of the model's own layer, but return the other implementation's output, so that the next
+        layer gets the same input in all passes."""
         kept.append(output[0])
         return ours[len(kept) - 1].to(output.dtype)[None]
 

@@ -22,7 +22,7 @@ memory."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """A layer's attention parameters, apart from which keys each query sees."""
+    """A layer's attention parameters. The plan, not this record, decides which keys each query sees."""
 
     scale: float
     """Factor by which the query-key products are multiplied to get the attention scores."""
@@ -91,7 +91,8 @@ class WholeSequencePlan:
 def explicit_attention(
     query_BHQD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, sees_QT: Tensor, call: AttentionCall
 ) -> Tensor:
-    """Attention with soft cap and sinks, with all scores materialised: [B, H, Q, E], in the dtype of the values.
+    """The output of attention with soft cap and sinks: [B, H, Q, E], in the dtype of the values. All scores are in
+    memory at once.
 
     The softmax is computed in at least float32: `exp(s_t) / (exp(sink) + sum of exp(s_u) over the visible keys u)`.
 
@@ -99,7 +100,7 @@ def explicit_attention(
         query_BHQD: [B, H, Q, D]; H is a multiple of K, and the query heads of one key/value head are adjacent.
         key_BKTD: [B, K, T, D].
         value_BKTE: [B, K, T, E].
-        sees_QT: True where a query sees a key, at least one key per query: bool [Q, T].
+        sees_QT: bool [Q, T], True where a query sees a key; each query sees at least one key.
         call: The layer's attention parameters. Its window is ignored, because `sees_QT` already contains it.
     """
     groups = query_BHQD.shape[1] // key_BKTD.shape[1]

@@ -67,7 +67,8 @@ MODELS: Mapping[str, WheelModel] = MappingProxyType(
 
 
 def models_folder() -> Path:
-    """The folder for models: $VERBATIM_MODELS, or verbatim/models in the user's cache ($XDG_CACHE_HOME, ~/.cache)."""
+    """The folder for models: $VERBATIM_MODELS, or verbatim/models in the user's cache folder ($XDG_CACHE_HOME, by
+    default ~/.cache)."""
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given).expanduser()
@@ -83,7 +84,7 @@ def kept_model(name: str) -> Path | None:
 def folder_of(name: str) -> str:
     """Resolve `model.name`: a catalog name becomes its folder; a folder or a hub id is returned unchanged.
 
-    A folder with the name of a catalog model in the current directory takes precedence.
+    A folder in the current directory takes precedence over a catalog model of the same name.
 
     Raises:
         ModelError: the model is in the catalog but was not downloaded; the message says what to type.

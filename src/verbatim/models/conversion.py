@@ -73,7 +73,8 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
 
 
 def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
-    """(for each tensor of the model, its sources in the folder in stacking order; the names that the model lacks).
+    """Return (1) for each tensor of the model, its sources in the folder, in stacking order, and (2) the folder's names
+    that the model lacks.
 
     A source is (the tensor's name in the folder, the pattern of its conversion, or None if it is only renamed). If one
     conversion makes several of the model's tensors, its sources are listed under the first of them.
@@ -96,7 +97,8 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
 
 
 def _refuse_gaps(name: str, keys: Iterable[str]) -> None:
-    """Refuse gaps between experts' numbers. Stacked in order, expert 4 would silently become expert 3."""
+    """Refuse gaps between experts' numbers. The experts are stacked in order; if expert 3 were missing, expert 4 would
+    silently become expert 3."""
     for numbers in zip(*([int(part) for part in key.split(".") if part.isdigit()] for key in keys), strict=False):
         found = sorted(set(numbers))
         if len(found) > 1 and found != list(range(len(found))):

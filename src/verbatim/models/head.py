@@ -109,7 +109,8 @@ class CausalLM:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse a model that computes logits by more than its head (with scale and soft cap) on the hidden states."""
+        """Refuse a model whose logits are not the output of its head (with scale and soft cap) for the last hidden
+        states."""
         probe = torch.arange(4, device=self.device) % self.vocab_size
         plan = WholeSequencePlan()
         positions = torch.arange(4, device=self.device)

@@ -114,7 +114,7 @@ class Shards(ModelCalls, Protocol):
         """Shard a model on the meta device, allocate this process's rows, and call `fill` to load them.
 
         Raises:
-            ModelError: the model cannot be sharded; or `fill` failed on any process, in which case all of them raise.
+            ModelError: the model cannot be sharded; or `fill` failed on any process, in which case all processes raise.
         """
 
 
@@ -138,8 +138,8 @@ def load_model(
             rows. None means that the model is not sharded.
 
     Raises:
-        ModelError: no such folder or id, not a causal language model, an unsupported one, or weights that are not
-            finite.
+        ModelError: no such folder or id, not a causal language model, a model of an unsupported kind, or weights that
+            are not finite.
     """
     place = resolve_device(str(device))
     source = find_source(name)
@@ -264,7 +264,8 @@ def replace_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
 def refuse_not_finite(
     tensors: Iterable[tuple[str, torch.Tensor]], where: str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Refuse weights that are NaN or infinite in the dtypes in which they will be stored (by default, unchanged).
+    """Refuse weights that are NaN or infinite in the dtypes in which they will be stored (by default, the dtypes that
+    they have now).
 
     Raises:
         ModelError: a NaN, an infinity, or a number outside the dtype's range; the message names the tensor.

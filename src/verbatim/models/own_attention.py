@@ -97,7 +97,8 @@ def gradient(model: Any, backward: Callable[[], None]) -> Gradient:
 
 
 def differences(found: Gradient, expected: Gradient) -> dict[str, float]:
-    """Relative difference of each parameter's gradient: norm of the difference over its norm. NaN becomes infinity."""
+    """Relative difference of each parameter's gradient: the norm of the difference, divided by the norm of the expected
+    gradient (or by a floor, see `SMALL`). NaN becomes infinity."""
     floor = SMALL * max((float(g.norm()) for g in expected.values()), default=0.0)
     relative = {}
     for name in found.keys() | expected.keys():
@@ -148,7 +149,7 @@ def tiny_pair(model: Any, *, planned: bool) -> TinyPair:
 
 _pairs: dict[tuple[type, bool, str], TinyPair] = {}
 _KEPT = 4
-"""Number of cached pairs; `tiny_pair` evicts the least recently used."""
+"""Number of cached pairs; `tiny_pair` evicts the least recently used pair."""
 
 
 def _refuse_unless_it_works(own: Any) -> None:

@@ -47,7 +47,8 @@ def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orc
 
 @torch.no_grad()
 def _moves(model: CausalLM, length: int) -> bool:
-    """True if earlier tokens of a tiny copy change when the last token, which they cannot see, gets a far position.
+    """True if, in a tiny copy, the results of earlier tokens change when the last token moves to a far position,
+    although earlier tokens cannot see the last token.
 
     This also finds encodings that `fixed_length` does not know by name.
     """

@@ -16,7 +16,8 @@ from torch import Tensor
 
 @cache
 def onednn_is_faster() -> bool:
-    """True on an AMD processor with AVX-512, if this release of torch has the (private) operator."""
+    """True on an AMD processor with AVX-512, if this release of torch has the operator for oneDNN products, which is
+    private."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     if capabilities is None or not getattr(torch._C, "_has_mkldnn", False):
         return False

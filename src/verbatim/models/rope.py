@@ -34,7 +34,8 @@ def rope_name(config: Any) -> str:
 
 
 def _encodings(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """All RoPE settings of a configuration. It has one for all layers, or one for each kind of layer."""
+    """All RoPE settings of a configuration. A configuration has one RoPE setting for all layers, or one for each kind
+    of layer."""
     if isinstance(parameters, Mapping):
         yield parameters
         for value in parameters.values():

@@ -291,7 +291,8 @@ def _cut_rope(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 
 
 def _key_heads(value: int, heads: Any) -> int:
-    """The number of key/value heads of a copy: it divides that of query heads, and stays equal, grouped or single.
+    """The number of key/value heads of a copy. It divides the copy's number of query heads, and the ratio of the two
+    keeps its kind: equal, grouped or single.
 
     >>> [_key_heads(value, heads) for value, heads in ((8, 8), (2, 8), (1, 8), (2, 2), (1, 2), (3, 3), (2, 6))]
     [4, 2, 1, 2, 1, 3, 2]

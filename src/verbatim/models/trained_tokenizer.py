@@ -45,7 +45,8 @@ def chat_template() -> str:
 def chat_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Render a conversation with the chat template but without a tokenizer, as training text for `build_model`.
 
-    The text equals that of `transformers`, in half the time: our own template is trusted, so it needs no sandbox.
+    The result equals the text that `transformers` renders, and takes half the time: our own template is trusted, so it
+    needs no sandbox.
     """
     written = []
     for message in messages:

@@ -141,10 +141,10 @@ def find_compiler() -> tuple[str, ...] | None:
 def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a C file, from the cache, or compiled if the cached one is missing or damaged.
 
-    A library that is damaged or built from another source would compute wrong numbers or crash the process; one planted
-    by another user could run anything. So a cached library is loaded only if the file and its folder belong to this
-    user, the file name ends with the digest of its content, and the content names the source and compiler that it was
-    built from.
+    A library that is damaged or built from a different source would compute wrong numbers or crash the process; a
+    library planted by another user could run anything. So a cached library is loaded only if the file and its folder
+    belong to this user, the file name ends with the digest of its content, and the content names the source and
+    compiler that it was built from.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the compiler failed.
@@ -261,14 +261,16 @@ def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -
 
 @cache
 def _program(path: str) -> bytes:
-    """What identifies a program's file. The version is not enough: two builds of it may generate different code."""
+    """What identifies a program's file. The version is not enough: two builds of one version may generate different
+    code."""
     about = os.stat(path)
     return f"{os.path.realpath(path)} {about.st_size} {about.st_mtime_ns}".encode()
 
 
 @cache
 def _processor() -> bytes:
-    """What `-march=native` depends on. Part of the library's name, because machines may share a cache folder."""
+    """What `-march=native` depends on. This text is part of the library's name, because machines may share a cache
+    folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -63,7 +63,7 @@ class CoreShare:
         self._idle_since[self._own] = 0.0  # this side has not computed yet, so the other side may use its cores
 
     def compute(self, now: bool) -> None:
-        """Publish that this side starts (`now`) or stops computing."""
+        """Publish that this side starts computing (`now` is True) or stops computing (`now` is False)."""
         if not now:
             self._began = None
             self._idle_since[self._own] = time.monotonic()
@@ -71,7 +71,8 @@ class CoreShare:
             self._idle_since[self._own] = _COMPUTES
 
     def threads_for_pass(self) -> int:
-        """The number of threads for the pass that starts now, at least 1. A pass counts until the next call."""
+        """The number of threads for the pass that starts now, at least 1. The time until the next call counts as the
+        duration of this pass."""
         now, since = time.monotonic(), self._idle_since[self._other]
         if self._began is not None:
             self._pass_seconds = now - self._began

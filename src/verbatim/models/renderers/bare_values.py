@@ -1,4 +1,5 @@
-"""Parses values that formats write without quotes, `<parameter=at>null</parameter>`, by the types of their parameter.
+"""Parses values that formats write without quotes, such as `null` in `<parameter=at>null</parameter>`. The result
+depends on the types that the parameter allows.
 
 These formats write different values the same way: `null` for the string "null" and for null, `5` for "5" and for 5. One
 rule decides between them, for every format:

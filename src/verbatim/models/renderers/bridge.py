@@ -9,14 +9,14 @@ In the following cases the prompt is rendered from its messages instead, and the
 
 (a) C contains, before its end, a control token that opens or closes a turn (`control_token`);
 (b) C ended with a token that the format does not write between this turn and N (`other_end`): `<|user|>` before a
-    tool's answer, `<|endoftext|>` where it writes `<|im_end|>`, or an id that only generation_config.json has
+    tool's answer, `<|endoftext|>` where the format writes `<|im_end|>`, or an id that only generation_config.json has
     (`stop_ids`). This does not apply to a turn that was cut off, which gets the format's close;
 (c) C ended inside a thought without being cut off (`open_thought`);
 (d) the tools differ from those of P (`tools_changed`);
 (e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
 (f) N contains a user's message, at which the format drops thoughts, and P or C contains a non-empty thought
-(`thought_dropped`). This does not apply with `thinking_retention = "all"`; (g) it is not known what the format writes
-(`format_unknown`).
+    (`thought_dropped`). This does not apply with `thinking_retention = "all"`;
+(g) it is not known what the format writes (`format_unknown`).
 
 Example, ChatML, P = `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, C = `yo<|im_end|>`, N = [user "so?"]:
 after a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C already has
@@ -143,7 +143,7 @@ class ContinuingRenderer(abc.ABC):
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """Which parts of tools the format writes."""
+        """Which tool features the format can write: schemas, calls, and tools' answers."""
         return COMPLETE
 
     @cached_property
@@ -167,7 +167,8 @@ class ContinuingRenderer(abc.ABC):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The previous turn's ids verbatim, the new messages and the generation prompt; None if this is not possible.
+        """The ids of the next prompt: the previous turn's ids verbatim, the new messages and the generation prompt.
+        None if the sampled tokens cannot be continued.
 
         This is for callers without a `Conversation`. The prompt is looked up by its ids among this renderer's last
         prompts.

@@ -116,7 +116,8 @@ class _ProbePlayer:
         )
 
     def _sampled(self, kept: str) -> str | None:
-        """The turn as the template writes it, up to its end token; None if the template changes the prompt before it.
+        """The turn as the template writes it, up to its end token; None if the template changes the prompt before the
+        turn.
 
         Some templates write an empty thinking block into the last turn, which a model that does not think would not
         sample. So a turn without thinking is, if possible, taken from the rendering in which the appended messages

@@ -1,8 +1,8 @@
 """Rewrites call ids to the form that a chat format requires.
 
-Kimi writes a call as its id and its arguments. The tool's name is part of the id, `functions.look:0`, where 0 counts
-the calls of the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our own ids
-(`call_0`) and other servers' ids fit neither form. Rendering shows which form a format requires.
+Kimi writes a call as its id and its arguments. The tool's name is part of the id: in `functions.look:0`, 0 is the
+number of earlier calls in the conversation. Mistral's templates refuse ids that are not nine letters and digits. Our
+own ids (`call_0`) and other servers' ids fit neither form. Rendering shows which form a format requires.
 
 A call id that already has the required form is kept, because it was sampled and is part of the prompt's tokens.
 
@@ -64,7 +64,8 @@ class CallIds:
     def continuing(
         self, messages: Sequence[Message], said: SampledReply, new: Sequence[Message]
     ) -> tuple[Sequence[ToolCall], Sequence[Message]]:
-        """(the calls of a sampled turn with their ids as sampled, the new messages with ids that refer to these).
+        """Return (1) the calls of a sampled turn, with their ids as sampled, and (2) the new messages, whose ids refer
+        to these calls.
 
         Args:
             messages: The messages before the turn.
@@ -95,7 +96,7 @@ class CallIds:
         return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
 
     def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
-        """(the turn with ids in the format's form, the calls' previous ids, their new ids)."""
+        """(the turn with ids in the format's form, the calls' previous ids, the calls' new ids)."""
         calls = cast(Any, turn.get("tool_calls") or ())
         given = _ids([turn])
         own = [
@@ -128,8 +129,9 @@ class CallIds:
 
         Args:
             messages: The messages up to the next turn.
-            place: The index in the conversation of the first of these messages. given, own: The previous and the new
-            ids of the turn's calls.
+            place: The index in the conversation of the first of these messages.
+            given: The previous ids of the turn's calls.
+            own: The new ids of the turn's calls.
             num_calls: Number of calls in the conversation, up to and including the turn.
         """
         left, found, unknown = list(range(len(own))), list(messages), list[int]()
@@ -200,7 +202,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> set[str]:
-    """The ids in the messages that already have the format's form."""
+    """Of the ids in the messages, those that already have the format's form."""
     calls = (call for message in messages for call in cast(Any, message.get("tool_calls") or ()))
     return {str(call.get("id")) for call in calls if is_own(str(call.get("id") or ""), call["function"]["name"])}
 

@@ -21,7 +21,7 @@ MAX_SOURCE = 400_000
 """The longest template source, in characters; published templates have about 10,000."""
 _MEND = "fix the model's chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The field names for reasoning in messages. Each template reads one of the two."""
+"""The fields in which a message may carry its reasoning. Templates read `reasoning_content` or `thinking`."""
 
 
 def compile_template(source: str, name: str = "") -> jinja2.Template:

@@ -1,4 +1,5 @@
-"""Reports after which kinds of turn a renderer continues the sampled tokens, and why it breaks after the others."""
+"""Reports after which kinds of turn a renderer continues the sampled tokens, and why prompts break after the other
+kinds."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KINDS: Mapping[str, tuple[Sequence[ToolCall], str | None, Sequence[Message]]] = 
     "a user's message, after a thought": ((), "zq", [ASK]),  # type: ignore[list-item]
     "a system message": ((), None, [SYSTEM]),  # type: ignore[list-item]
 }
-"""The kinds of turn: (its calls, its thought, the messages after it)."""
+"""The kinds of turn, each with (the turn's calls, the turn's thought, the messages after the turn)."""
 
 
 def continuations(renderer: Renderer) -> Iterator[tuple[str, BreakReason | None]]:

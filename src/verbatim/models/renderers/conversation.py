@@ -1,4 +1,5 @@
-"""Defines conversations: handles on prompts that a renderer can continue, with messages, tools, ids and parsed replies.
+"""Defines conversations. A conversation holds a prompt that a renderer can continue: messages, tools, ids, parsed
+reply.
 
     conversation = Conversation.open(renderer, messages, tools)         # P: rendered
     conversation = conversation.answered(completion_ids, parsed)        # C: sampled and parsed
@@ -206,7 +207,8 @@ class Conversation:
         """The conversation with the next prompt.
 
         Its ids are those of this prompt and its turn, unchanged, followed by what the format writes after them. If that
-        is not possible, the next prompt is rendered from its messages, and its `broken` has the reason.
+        is not possible, the next prompt is rendered from its messages, and `broken` of the new conversation has the
+        reason.
 
         Raises:
             EnvironmentFault: the format refuses the messages.
@@ -251,7 +253,8 @@ class Conversation:
 
 
 def _continues(renderer: Renderer) -> TypeGuard[ContinuesConversations]:
-    """True if the renderer has both methods. `isinstance` with a protocol would be slow, and this runs every turn."""
+    """True if the renderer has the methods of `ContinuesConversations`. `isinstance` with a protocol would be slow, and
+    this runs every turn."""
     return hasattr(renderer, "continue_conversation") and hasattr(renderer, "holds_thoughts")
 
 

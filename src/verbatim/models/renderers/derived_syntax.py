@@ -34,7 +34,7 @@ def derive(render: Render, stops: Sequence[str], *, marks: Sequence[str] = ()) -
     Args:
         render: Renders with the format.
         stops: The tokens that end a turn, as text. They are not part of a call.
-        marks: The tokens that may be the marks around strings, in the form `marked`.
+        marks: For the form `marked`: the tokens that may be the marks around strings.
     """
 
     def marked(single: str, double: str) -> ToolSyntax | None:
@@ -70,7 +70,8 @@ def _calls(number: int, by_id: bool, values: Sequence[Any] = _VALUES) -> list[di
 
 
 def _named(text: str) -> str:
-    """A rendering with each call id replaced by the tool's name, so that the forms can find the name."""
+    """A rendering with each call id replaced by the tool's name, so that the functions for the forms can find the
+    name."""
     for i, name in zip(_ids(2), _NAMES, strict=True):
         text = text.replace(i, name)
     return text

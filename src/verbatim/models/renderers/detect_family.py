@@ -1,4 +1,5 @@
-"""Decides whether a renderer fits a model, by comparing the ids of probe dialogues with those of its chat template."""
+"""Decides whether a renderer fits a model. The renderer and the model's chat template must write probe dialogues as the
+same ids."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _RECIPIENT = re.compile(r"\s*\bto=functions\.([^\s<]*)")
 _HEADER = re.compile(
     r"\s*(?:assistant)?\s*<\|channel\|>\s*(?:commentary|analysis)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
 )
-"""Matches the header of a call's message, without its recipient."""
+"""Matches the header of a call's message after the recipient has been removed from the header."""
 _TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
@@ -173,7 +173,7 @@ class HarmonyRenderer(ContinuingRenderer):
 
 @dataclass(frozen=True)
 class _Parser:
-    """The harmony parser of the package `renderers`, with the interface of a family, for `read_completion`."""
+    """Gives the harmony parser of the package `renderers` the interface of a family, which `read_completion` needs."""
 
     tokenizer: EscapingTokenizer
     """The tokenizer that decodes names and bodies."""

@@ -51,7 +51,7 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat:
-    """The messages into which one chat template's tools and answers are written. All text is already escaped."""
+    """In which messages one chat template can contain tools and their answers. All text is already escaped."""
 
     opening: Literal["system", "user"]
     """The role whose first message contains the schemas."""

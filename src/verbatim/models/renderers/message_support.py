@@ -69,7 +69,7 @@ class Folded(NamedTuple):
 
 
 class _WindowPlan(NamedTuple):
-    """How to fold the system messages, and the tool answers without a call, of one window.
+    """How to fold two kinds of messages in one window: system messages, and tool answers without a call.
 
     A run is a series of adjacent messages of the same kind.
     """
@@ -77,7 +77,7 @@ class _WindowPlan(NamedTuple):
     leads: bool = False
     """True if the first run becomes one system message."""
     folded: frozenset[int] = frozenset()
-    """The numbers of the runs that become a user message."""
+    """Indices of the runs that become a user message."""
     joins: bool = False
     """True if folded messages are joined with adjacent user messages."""
 
@@ -89,7 +89,7 @@ class MessageSupport:
     """Folds or refuses the messages that a chat format does not write.
 
     Args:
-        render: Renders with the format, even if it leaves out a part.
+        render: Renders with the format, even if the format leaves out a part of the messages.
         who: The format's name, for messages.
         later_system: What to do with system messages that the format does not write.
     """
@@ -170,7 +170,8 @@ class MessageSupport:
                 self._refuse_message(given.messages[first:end], given.places[first:end], lost)
 
     def naming(self, fault: EnvironmentFault, given: Folded, tools: Schemas, prompt: bool) -> EnvironmentFault:
-        """Add the refused message's index to the format's refusal of a folded conversation, if the shape reveals it."""
+        """The format has refused a folded conversation with `fault`. Return the same error with the index of the
+        refused message, or `fault` itself if rendering the windows' shapes does not reveal this message."""
         for window, start, end in _windows(given.messages, tools, prompt):
             if self._probes.lost(window) is not None:
                 continue
@@ -402,7 +403,8 @@ def _may_fold(messages: Sequence[Message]) -> bool:
 
 
 def _windows(messages: Sequence[Message], tools: Schemas, prompt: bool) -> Iterator[tuple[MessageWindow, int, int]]:
-    """The windows of a folded conversation, each with the index of its first message and the one after its last."""
+    """The windows of a folded conversation, each with the index of its first message and the index after its last
+    message."""
     below = _below_system(messages)
     for first, turn, behind in turns(messages):
         start, end = first - (turn is not None), first + len(behind)

@@ -37,8 +37,8 @@ _WINDOWS, _BYTES, _BYTES_OF_A_ROLE = 4096, 2**23, 64
 """Bounds of the cache of shapes: number of shapes, total bytes, and bytes per role. Environments use about a dozen
 shapes, but clients may send any number of them."""
 MOST_ALIKE = 2
-"""Runs of equal messages that are longer are cut to this length, because a format that writes two tool answers also
-writes three."""
+"""Longer runs of equal messages are cut to this length, because a format that writes two tool answers also writes
+three."""
 _ROLES = 64
 """Number of roles for which `writes_name` is cached."""
 _SAYS = {"content": "zq says zq", "name": "zqwho"}

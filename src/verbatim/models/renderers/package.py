@@ -86,7 +86,8 @@ class PackageRenderer(ContinuingRenderer):
         return derive(self.written, self.end_texts, marks=self._sampled.control_tokens)
 
     def _read_calls(self, ids: Sequence[int], tools: Sequence[Any]) -> tuple[str, Sequence[ToolCall]] | None:
-        """Parse the calls of sampled ids that begin with the first call: a `ReadCalls` function."""
+        """Parse the calls in `ids`, which are the sampled ids from the first call on. This is a `ReadCalls`
+        function."""
         if self._syntax is None:
             return None
         behind, found = self._syntax.read(self._sampled.of(ids), tools)
@@ -181,7 +182,7 @@ class PackageRenderer(ContinuingRenderer):
         return read(turn) if self._thoughts is None else self._thoughts.read(read, turn, prompt)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """The (thinking, content) so far that further tokens cannot change.
+        """The part of an unfinished completion that further tokens cannot change, as (thinking, content).
 
         Each family has its own marks, so this is conservative. It omits everything from the first control token or "<"
         on (except the marks around thinking), and text that might be a call without marks. It also omits an answer that

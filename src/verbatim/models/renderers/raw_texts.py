@@ -72,7 +72,8 @@ def _value(source: str, start: int, quote: str, ends: re.Pattern[str], known: fr
 
 
 def _end_of_other(source: str, start: int) -> int | None:
-    """The index after a value that is not a string; None if the value is a string in other quotes, which is invalid."""
+    """The index after a value that is not a string; None if the value is a string in quotes that the format does not
+    use, which is invalid."""
     depth, place = 0, start
     while (piece := _OTHER.match(source, place)) is not None:
         if depth == 0 and (piece[0] in ",)" or piece[0][0] in "'\""):

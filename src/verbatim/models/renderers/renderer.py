@@ -87,4 +87,4 @@ class ReadsGrowingText(Protocol):
     """A renderer that can parse a completion while it is being sampled."""
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """The (thinking, content) that further tokens cannot change, at most as long as the text sampled so far."""
+        """The part of an unfinished completion that further tokens cannot change, as (thinking, content)."""

@@ -96,7 +96,8 @@ def read_completion(
 
 
 def _may_think(tokenizer: EscapingTokenizer, ids: Sequence[int], parsed: Any, prompt_ids: Sequence[int] | None) -> bool:
-    """True if the first call may be in a thought: one was parsed, or a mark precedes the call or ends the prompt.
+    """True if the first call may be in a thought: a thought was parsed, or a mark of thinking precedes the call or ends
+    the prompt.
 
     This cheap test avoids the second parse in `_open_thought` for most completions.
     """
@@ -224,7 +225,8 @@ def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
 
 
 def _types(schema: object, root: Mapping[str, Any], seen: set[str], depth: int = 0) -> Iterator[str]:
-    """The types in a schema: its own (or those of its `const` or `enum`), and those of its branches and references.
+    """The types in a schema: the types that it declares (or the types of its `const` or `enum`), and the types in its
+    branches and references.
 
     `seen` holds the references that were already followed, because schemas may be recursive.
     """

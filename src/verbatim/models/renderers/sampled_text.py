@@ -18,7 +18,7 @@ _SHOWN = re.compile(f"{_HIDDEN}({_HIDDEN}?)")
 def hide(text: str, tokens: re.Pattern[str]) -> str:
     """Mark everything in a sampled text that looks like a control token, so that searches do not find it.
 
-    `shown` undoes it.
+    `shown` removes the marks.
     """
     hidden = text.replace(_HIDDEN, 2 * _HIDDEN)
     return tokens.sub(lambda found: found[0][0] + _HIDDEN + found[0][1:], hidden)

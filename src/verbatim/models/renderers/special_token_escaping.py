@@ -348,13 +348,15 @@ class EscapingTokenizer:
 
 
 def _is_control(token: AddedToken) -> bool:
-    """True unless the added token consists of spaces only, or of letters and digits only and is not special."""
+    """False if the added token consists of spaces only, or if it is not special and consists of letters and digits
+    only; otherwise True."""
     content = token.content
     return bool(content.strip()) and (token.special or not content.isalnum())
 
 
 def _with_bracketed_tokens(ordinary: Tokenizer, control: Mapping[str, int]) -> tuple[Tokenizer, dict[int, int]]:
-    """A copy of the tokenizer that recognises control tokens only in brackets, and its ids mapped to the original's.
+    """Return (1) a copy of the tokenizer that recognises control tokens only in brackets, and (2) a map from the copy's
+    id of each added token to the original tokenizer's id.
 
     With this copy, a single pass over the whole text splits at control tokens exactly as the ordinary tokenizer does,
     with the same treatment of surrounding spaces and prefixes. Encoding the text piece by piece would give other ids.

@@ -155,7 +155,8 @@ def _paired(calls: Sequence[ToolCall], answers: _Messages) -> Sequence[ToolCall]
 
 
 def _shape(message: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """Everything except its text that a template may use of a message. A call's id is replaced by the call's index."""
+    """Everything that a template may use of a message, except the message's text. A call's id is replaced by the call's
+    index."""
     return tuple(
         sorted(
             (key, str(ids.get(value, "other")) if key == "tool_call_id" and isinstance(value, str) else repr(value))

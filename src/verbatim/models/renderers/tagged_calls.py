@@ -10,7 +10,8 @@ next argument or by the end of the call:
     2
     </parameter>
 
-has two arguments, "a </parameter> in a text" and 2. If the text could also be read as other arguments, it is malformed.
+has two arguments, "a </parameter> in a text" and 2. If the text could also be read as a different list of arguments,
+the call is malformed.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class TemplateRenderer(ContinuingRenderer):
         return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=calls, thought_open=is_open)
 
     def stable_text(self, completion_ids: Int32, prompt_ids: Int32 | None = None) -> tuple[str, str]:
-        """The (thinking, content) so far that further tokens cannot change."""
+        """The part of an unfinished completion that further tokens cannot change, as (thinking, content)."""
         text, thinking = self._text_and_thought(completion_ids, prompt_ids)
         if not thinking and _OPEN.startswith(text.lstrip()[: len(_OPEN)]):
             return "", ""  # the text so far may be the beginning of thinking
@@ -138,7 +138,7 @@ class TemplateRenderer(ContinuingRenderer):
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """Which parts of tools the template writes."""
+        """Which tool features the template can write: schemas, calls, and tools' answers."""
         if self._hermes is not None:
             return COMPLETE
         return probe(self._render, reads=self._syntax is not None)

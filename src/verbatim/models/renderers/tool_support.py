@@ -23,27 +23,27 @@ USE_HERMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSupport:
-    """Which parts of tools a chat format writes."""
+    """Which tool features a chat format can write: schemas, calls, and tools' answers."""
 
     shown: bool
-    """True if it writes schemas in a conversation that begins with a user's message."""
+    """True if the format writes schemas in a conversation that begins with a user's message."""
     shown_below_system: bool
-    """True if it writes schemas in a conversation that begins with a system message."""
+    """True if the format writes schemas in a conversation that begins with a system message."""
     called: bool
-    """True if it writes the calls of earlier turns."""
+    """True if the format writes the calls of earlier turns."""
     read: bool
-    """True if it writes calls in a form that can be parsed from a completion."""
+    """True if the format writes calls in a form that can be parsed from a completion."""
     answered: bool
-    """True if it writes tools' answers."""
+    """True if the format writes tools' answers."""
 
     @property
     def complete(self) -> bool:
-        """True if no part is missing, so that environments may have tools."""
+        """True if no feature is missing, so that environments may have tools."""
         return not self.lacks
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The missing parts, worded to continue a sentence that begins with "the chat template ..."."""
+        """The missing features, worded to continue a sentence that begins with "the chat template ..."."""
         showing = self.shown and self.shown_below_system
         where = " without a system message" if self.shown_below_system else " below a system message"
         return (

@@ -1,12 +1,12 @@
 """Defines the syntaxes of tool calls and parses calls.
 
 A model's syntax is never guessed from its output: `derived_syntax` derives it from what the chat format writes. Five
-forms are known. They cover Hermes, Mistral and Llama JSON, DeepSeek and Kimi, the XML of Qwen, GLM and others, LFM, and
-Gemma 4:
+forms are known. They cover the JSON of Hermes, Mistral and Llama, the calls of DeepSeek and Kimi, the XML of Qwen, GLM
+and other models, the calls of LFM, and the calls of Gemma 4:
 
 - `whole`: one JSON object with the name in it: `<tool_call>{"name": "look", "arguments": {"at": "Bonn"}}</tool_call>`
 - `named`: the name, then the arguments as a JSON object: `<|begin|>look<|sep|>{"at": "Bonn"}<|end|>`; the call's id may
-  stand between name and arguments, `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
+  stand between name and arguments: `[TOOL_CALLS]look[CALL_ID]a1b2c3d4e[ARGS]{"at": "Bonn"}`
 - `tagged`: the name, then each argument separately: `<function=look><parameter=at>Bonn</parameter></function>`
 - `python`: a list of calls with keywords: `<|begin|>[look(at="Bonn")]<|end|>`
 - `marked`: the name, then keys without quotes and strings between marks: `<|begin|>look{at:<|"|>Bonn<|"|>}<|end|>`
@@ -40,7 +40,7 @@ _MOST_ENDS = 32
 """Number of positions that are tried as the end of a call, because text inside a call may look like its end."""
 _NAME = re.compile(r"""[^\s<>"'=]+""")
 _ID = re.compile(r"(?:functions\.)?(.+):\d+")
-"""A call id that contains the tool's name, Kimi's `functions.look:0`."""
+"""A call id that contains the tool's name, such as Kimi's `functions.look:0`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ToolSyntax:
     """In `marked`: the mark before and after each string."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
-        """(the text outside the calls with one line per piece, every attempted call in order).
+        """Return (1) the text outside the calls, with one line per piece, and (2) every attempted call, in order.
 
         Args:
             text: Sampled text as `sampled_text.hide` returns it.
@@ -207,7 +207,8 @@ class ToolSyntax:
         return replace(call, id=call_id) if isinstance(call_id, str) and is_json(call_id) else call
 
     def _bare(self, text: str) -> ToolCall | None:
-        """Parse a call without marks: JSON with name and arguments, or the start of it; None for an ordinary answer."""
+        """Parse a call without marks: JSON with name and arguments, or the beginning of such JSON; None for an ordinary
+        answer."""
         raw = shown(text.strip())
         value = read_json(raw)
         if value is NOT_JSON:

@@ -28,7 +28,7 @@ _SLICE = 50_000
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-"""Container types, apart from dicts, whose members are iterated over."""
+"""Container types whose members are iterated over. Dicts are not included."""
 
 
 class Overrun(Exception):

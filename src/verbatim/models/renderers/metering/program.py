@@ -15,9 +15,9 @@ from verbatim.models.renderers.metering.environment import LOOKED_AT, ROUNDS, SP
 def compiled(source: str) -> Template:
     """Compile a template with metering. `chat_template.compile_template` adds the model's name to its errors.
 
-    A loop charges all its rounds before it starts, each by the size of the loop's body. A macro or block charges its
-    body when it starts. Operands and keys that may be large are charged by their size. The environment charges
-    everything else that can be slow or grow.
+    A loop charges all its rounds before it starts; the charge for one round is the size of the loop's body. A macro or
+    block charges its body when it starts. Operands and keys that may be large are charged by their size. The
+    environment charges everything else that can be slow or grow.
     """
     environment = metered_environment()
     tree = environment.parse(source)
