@@ -55,16 +55,17 @@ class ComponentTables:
     runners: Table
     """For orchestrator.rollout.backend."""
     renderers: Collection[str]
-    """The names of the renderers, for the name of [orchestrator.renderer]. It contains only names, because a renderer
-    can be built only for a given tokenizer."""
+    """The names of the renderers, for the name of [orchestrator.renderer]. There are only names here, because a
+    renderer can be built only for a given tokenizer."""
 
 
 def resolve(component: ComponentConfig, table: Table, *, what: str, where: str) -> Any:
     """The component with its parameters bound.
 
-    For a function, the result is a `functools.partial`; so it is for a monitor class, because its constructor takes the
-    input. For any other class (a frozen dataclass with `__call__`), the result is an instance. For a record with
-    `function` and `parameters`, as in `LOSSES`, the result is a copy with its parameters set.
+    For a function or a monitor class, the result is a `functools.partial`; a monitor class is not called yet, because
+    its constructor takes the input. For any other class (a frozen dataclass with `__call__`), the result is an
+    instance. For a record with `function` and `parameters`, as in `LOSSES`, the result is a copy with its parameters
+    set.
 
     Args:
         component: The component's table in the file.
@@ -119,7 +120,7 @@ def _unknown_stops(config: RunConfig, table: Table) -> Iterator[Problem]:
 
 
 def _unfit_loss(config: RunConfig, loss: Any, parameters: Mapping[str, Any]) -> Iterator[Problem]:
-    """Report a loss that does not fit the training mode or lacks the data it learns from.
+    """Report a loss that does not fit the training mode, or for which the data that it learns from is missing.
 
     Args:
         config: The configuration.

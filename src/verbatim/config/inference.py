@@ -10,7 +10,7 @@ OnWeightUpdate = Literal["recompute", "keep"]
 
 
 class InferenceConfig(BackendSection):
-    """The sampler. Each backend has its own settings in the table with its name: [inference.torch]."""
+    """The sampler. A backend's own settings are in the table with the backend's name, such as [inference.torch]."""
 
     what: ClassVar[str] = "inference backend"
 

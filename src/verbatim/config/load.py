@@ -80,7 +80,8 @@ def load_config(
 def make_config(
     *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
 ) -> RunConfig:
-    """Validate a configuration written in Python, nested like the tables of a file. Errors read like those for a file.
+    """Validate a configuration written in Python, nested like the tables of a file. Error messages have the same form
+    as those for a file.
 
     Args:
         settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a top-level key leads

@@ -1,7 +1,7 @@
 """Parses overrides of a file's keys: command-line options (`--orchestrator.batch-size 64`) and settings in Python.
 
 Option keys may be in kebab or snake case; list elements are addressed by index. A value is parsed as TOML, or else as
-JSON, and is otherwise used as plain text; it replaces the value of the file. `null` unsets a key, so that its default
+JSON, and is otherwise used as plain text; it replaces the value in the file. `null` unsets a key, so that its default
 applies.
 """
 

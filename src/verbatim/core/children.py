@@ -88,7 +88,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own; the arguments are those of `run_program`.
+    """Start a child in a process group of its own; `command`, `environment` and `folder` are as for `run_program`.
 
     Raises:
         OSError: the child cannot be started.

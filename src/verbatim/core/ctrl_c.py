@@ -2,7 +2,7 @@
 
 ```
 CtrlC             Ctrl-C while an event loop runs its main task: in a program, a notebook or a command
-two_presses       for a command: the first Ctrl-C asks it to end, the second ends the process at once, even if it blocks
+two_presses       for a command: the first Ctrl-C asks it to end, the second ends the process at once, even if blocked
 is_ctrl_c         True for a KeyboardInterrupt that the keyboard caused, not a user's `raise KeyboardInterrupt`
 users_errors      converts everything that a user's code raises into one error, but lets Ctrl-C through
 other functions   for processes that leave signals to another process, and for the start and end of a command
@@ -43,7 +43,7 @@ _Handler: TypeAlias = Callable[[int, object], None]
 
 
 def raise_ctrl_c(which: str = "Ctrl-C") -> NoReturn:
-    """Called by our handlers of SIGINT and SIGTERM; `is_ctrl_c` recognises its frame in the traceback."""
+    """Called by our handlers of SIGINT and SIGTERM; `is_ctrl_c` recognises this function's frame in the traceback."""
     raise KeyboardInterrupt(which)
 
 

@@ -12,8 +12,8 @@ _RESERVE = 128
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows, and return how many connections fit into
-    it. Child processes inherit the limit."""
+    """Raise this process's limit of open files as far as the system allows, and return how many connections the new
+    limit allows. Child processes inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

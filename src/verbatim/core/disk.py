@@ -80,8 +80,8 @@ def rename(source: Path, target: Path) -> None:
 @contextlib.contextmanager
 def making(target: Path) -> Iterator[Path]:
     """Context manager for an empty folder `.{name}.partial` that replaces `target` if the block succeeds; after a power
-    loss the target is either complete or missing. If the old target holds files that the new folder does not have, it
-    is kept under another name, because a person may have put them there."""
+    loss the target is either complete or missing. If the old target holds files that the new folder does not have, the
+    old target is kept under another name, because a person may have put these files there."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -97,7 +97,8 @@ def files_below(folder: Path) -> set[str]:
 
 
 def remove_folder(folder: Path, ours: Container[str]) -> None:
-    """Remove a folder that we created; if it also contains other files, rename it to `{name}.kept-1` instead.
+    """Remove a folder that we created; if it contains files that are not in `ours`, rename it to `{name}.kept-1`
+    instead.
 
     Args:
         folder: The folder; it need not exist.
@@ -121,7 +122,7 @@ def write_file(path: Path, data: bytes, *, temporary: Path | None = None, privat
 
     Args:
         path: The file.
-        data: Its content.
+        data: The file's new content.
         temporary: The temporary name.
         private: True if only the file's owner may read it, as with `write_private`.
 

@@ -135,7 +135,7 @@ class RunStopped(VerbatimError):
 
 
 class CheckpointNotWritten(RunStopped):
-    """A checkpoint could not be written; the message names it and the reason."""
+    """A checkpoint could not be written; the message names the checkpoint and the reason."""
 
 
 class EngineDead(RunStopped):

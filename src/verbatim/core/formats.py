@@ -1,7 +1,7 @@
 """Numbers the formats of the files that a run writes and reads, and refuses files of another version with an error.
 
-JSON files have the number under `format` (JSON lines files on each line); Parquet and safetensors files have it in
-their metadata, under `verbatim_format`. Increase the number whenever a format changes.
+JSON files have the number under `format` (JSON lines files on each line); Parquet and safetensors files have the number
+in their metadata, under `verbatim_format`. Increase the number whenever a format changes.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def refuse_without(*packages: str, extra: str, what: str) -> None:
 
 
 def import_without(package: str, unused: str) -> None:
-    """Import `package` without the package `unused`, which it imports only for type hints, or for functions not called
-    here. A later import of `unused` gets the real package. If other threads are running, which could import `unused` in
-    the meantime, it is imported normally.
+    """Import `package` without the package `unused`, which `package` imports only for type hints, or for functions not
+    called here. A later import of `unused` gets the real package. If other threads are running, which could import
+    `unused` in the meantime, `unused` is imported normally.
 
     Example: `renderers` imports `openai`, which takes half a second, only to annotate a client.
     """
@@ -148,7 +148,7 @@ def import_object(import_path: str) -> Any:
 
 def search_beside(file: Path) -> None:
     """Make the modules in the folder of a file importable, with lower priority than the current directory: a
-    configuration names environments and plug-ins that are next to it. Child processes find them too.
+    configuration names environments and plug-ins that are next to its file. Child processes find these modules too.
 
     Raises:
         UsageError: the run's stored list of folders cannot be read.

@@ -25,8 +25,8 @@ ERRNOS = frozenset(
         errno.ENOLCK,
     }
 )
-"""System errors that the user cannot avoid with another command line. Errors about missing or forbidden folders are not
-included, because the user can name another folder."""
+"""System errors that the user cannot avoid with a different command line. Errors about missing or forbidden folders are
+not included, because the user can name another folder."""
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -109,7 +109,8 @@ def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
     libraries raise exceptions of their own, whose text ends in "(os error 28)".
 
     Raises:
-        OSError: a converted error, with the error number from its text and this path.
+        OSError: a converted error. It has the error number found in the original error's text, and the file name
+            `path`.
     """
     try:
         with naming(path):

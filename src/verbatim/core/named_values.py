@@ -75,7 +75,7 @@ class Named:
 
     name: str
     """The name that decides whether the value is a key: the value's own name, or the name of the list or table that
-    contains it."""
+    contains the value."""
     start: int
     end: int
 

@@ -91,7 +91,7 @@ def without_secrets(text: str) -> str:
 
 
 def is_key(name: str, value: str) -> bool:
-    """True if a setting is a key, judged by its name or value, or contains a key.
+    """True if a setting's name or value shows that the value is a key, or if the value contains a key.
 
     >>> is_key("MY_PASS", "hunter2"), is_key("key", "answer"), is_key("command", "agent --api-key 1234abcd")
     (True, False, True)
@@ -100,8 +100,7 @@ def is_key(name: str, value: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """A configuration without secrets: they are redacted both under names of keys (as in `is_key`) and inside other
-    strings.
+    """A configuration with its secrets redacted, both under names of keys (as in `is_key`) and inside other strings.
 
     Args:
         value: Tables, lists and plain values.
@@ -228,7 +227,7 @@ def _values() -> frozenset[str]:
 
 
 def _key_variables() -> dict[str, str]:
-    """The environment variables whose names are those of keys."""
+    """The environment variables whose names suggest that the values are keys."""
     return {name: value for name, value in os.environ.items() if _is_telling(value) and names_key(name)}
 
 

@@ -37,7 +37,7 @@ def cut(text: str, limit: int = LONGEST_ERROR) -> str:
 
 
 def error_text(error: BaseException, limit: int = LONGEST_ERROR) -> str:
-    """An exception as `KeyError: 'x'`, cut and without keys; works even if its `__str__` raises.
+    """An exception as `KeyError: 'x'`, cut and without keys; works even if the exception's `__str__` raises.
 
     >>> error_text(KeyError("x")), error_text(SystemExit())
     ("KeyError: 'x'", 'SystemExit')
@@ -63,8 +63,8 @@ def cut_without_secrets(text: str, limit: int = LONGEST_ERROR) -> str:
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """The `repr` of a user's object, cut. Works even if its `__repr__` raises, if lists are nested too deeply, or if
-    they contain each other so often that their `repr` would never end."""
+    """The `repr` of a user's object, cut. Works even if the object's `__repr__` raises, if lists are nested too deeply,
+    or if lists contain each other so often that their `repr` would never end."""
     try:
         try:
             return cut(reprlib.repr(value) if _is_vast(value) else repr(value), limit)

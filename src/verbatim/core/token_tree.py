@@ -150,7 +150,7 @@ class TokenTree:
     """A tree to which prompts are added with their completions: the tree stores the new part of each sequence, and
     compares the rest with the parts that are stored already.
 
-    A prompt that extends the last added sequence, the common case, costs one memory comparison. Any other prompt is
+    A prompt that extends the last added sequence (the common case) costs one memory comparison. Any other prompt is
     compared with the last added sequence up to the first difference, and from there with the stored branch that has the
     same ids: one comparison per token, for any number of branches.
 
@@ -261,7 +261,8 @@ class TokenTree:
         return self._descend(segment, known, ids, 0)
 
     def _descend(self, segment: Segment | None, known: int, ids: Int32, start: int) -> tuple[Segment | None, int]:
-        """Continue from a position in the tree as long as it matches `ids`, whose first id is at position `start`."""
+        """Continue from a position in the tree as long as the stored ids match `ids`, whose first id is at position
+        `start`."""
         total = start + len(ids)
         while known < total:
             first = ids.item(known - start)

@@ -62,7 +62,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def is_short(number: int) -> bool:
-    """True if Python can convert the number to decimal; it refuses more than 4,300 digits."""
+    """True if Python can convert the number to decimal; Python refuses more than 4,300 digits."""
     if int.bit_length(number) <= _MOST_BITS:
         return True
     try:

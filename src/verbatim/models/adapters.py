@@ -71,7 +71,7 @@ def read_adapter(folder: Path) -> Adapter:
     """Read the adapter in a folder.
 
     Raises:
-        FormatError: another version of Verbatim wrote it.
+        FormatError: another version of Verbatim wrote the adapter.
         ModelError: a file is missing or damaged, a value is not finite, or the adapter is not plain LoRA.
     """
     path = folder / ADAPTER_CONFIG
@@ -152,8 +152,8 @@ class BaseWeights:
         """The merged weights of the adapted layers, for `replace_weights`. The model is not changed.
 
         Raises:
-            ModelError: the adapter has layers that the model lacks or that have another shape, or it belongs to other
-                base weights.
+            ModelError: the adapter has layers that the model lacks, or layers whose shape differs from the model's, or
+                the adapter belongs to other base weights.
         """
         own = dict(self._model.named_parameters(remove_duplicate=False))
         for name, (a_RI, b_OR) in adapter.pairs.items():
@@ -231,14 +231,15 @@ def fingerprint(
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """A digest of the tensors' names, dtypes, shapes and values. It detects another model; it is not tamper-proof.
+    """A digest of the tensors' names, dtypes, shapes and values. A different model has a different digest, but the
+    digest is not tamper-proof.
 
     The digest uses a tensor's values only through one number: the sum of their bit patterns, read as integers. The sum
     is computed at memory speed, and the sums of a tensor's shards add up to the sum of the whole tensor.
 
     Args:
         tensors: Pairs of name and tensor.
-        total: Sums int64 values over all processes that hold shards. All of them have to call this function.
+        total: Sums int64 values over all processes that hold shards. All these processes have to call this function.
         dtype: Fingerprint the tensors as if they were rounded to this dtype.
     """
     named = sorted(tensors, key=lambda each: each[0])

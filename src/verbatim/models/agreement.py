@@ -54,7 +54,8 @@ def disagreement(
     The weights of a bfloat16 model are first widened to float32.
 
     Args:
-        model: The model. The first argument of each layer, and its result, are hidden states, [1, T, W].
+        model: The model. Each of its layers takes hidden states, [1, T, W], as its first argument, and returns hidden
+            states, [1, T, W].
         layer: The other implementation of one layer. It maps the layer's index and its input, float32 [T, W] at
             positions 0 to T - 1, to its output, [T, W].
         hidden: The other implementation of the whole backbone. It maps ids, int64 [T], to the hidden states after the

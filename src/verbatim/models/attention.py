@@ -66,7 +66,7 @@ class AttentionPlan(Protocol):
 
 
 class WholeSequencePlan:
-    """A single causal sequence. Layers with a sliding window apply it."""
+    """A single causal sequence. Layers with a sliding window apply their window."""
 
     def attend(
         self, layer_index: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, call: AttentionCall

@@ -76,8 +76,9 @@ def sources_of(model: Any, keys: Iterable[str]) -> tuple[dict[str, list[tuple[st
     """Return (1) for each tensor of the model, its sources in the folder, in stacking order, and (2) the folder's names
     that the model lacks.
 
-    A source is (the tensor's name in the folder, the pattern of its conversion, or None if it is only renamed). If one
-    conversion makes several of the model's tensors, its sources are listed under the first of them.
+    A source is a pair: the tensor's name in the folder, and the pattern of the tensor's conversion (None if the tensor
+    is only renamed). If one conversion makes several of the model's tensors, its sources are listed under the first of
+    them.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

@@ -35,7 +35,7 @@ def base_of(folder: str | Path) -> str:
     """The folder or hub id of an adapter's base model.
 
     Raises:
-        ModelError: the adapter's configuration does not contain it.
+        ModelError: the adapter's configuration does not name the base model.
     """
     return str(_adapter_setting(folder, "base_model_name_or_path"))
 
@@ -44,7 +44,7 @@ def rank_of(folder: str | Path) -> int:
     """The rank of an adapter.
 
     Raises:
-        ModelError: the adapter's configuration does not contain it.
+        ModelError: the adapter's configuration does not contain the rank.
     """
     return int(_adapter_setting(folder, "r"))
 
@@ -53,7 +53,7 @@ def scale_of(folder: str | Path) -> float:
     """The scale of an adapter, alpha / r.
 
     Raises:
-        ModelError: the adapter's configuration lacks one of them.
+        ModelError: the adapter's configuration lacks alpha or r.
     """
     return float(_adapter_setting(folder, "lora_alpha")) / rank_of(folder)
 

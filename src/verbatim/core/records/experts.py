@@ -55,7 +55,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The sizes of a model's mixture of experts. A record of experts must match them."""
+    """The sizes of a model's mixture of experts. A record of experts must match these sizes."""
 
     num_layers: int
     """D, the number of decoder layers, including layers without experts."""

@@ -1,4 +1,4 @@
-"""Decides whether too many episodes of an evaluation failed to compare it with other evaluations."""
+"""Decides whether an evaluation can be compared with other evaluations, or too many of its episodes failed."""
 
 from __future__ import annotations
 

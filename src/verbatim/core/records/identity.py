@@ -14,7 +14,7 @@ class RolloutIdentity:
     trajectory_id: str = ""
     """Id of the rollout, unique within the run."""
     run_id: str = ""
-    """The run, by the name of its folder; empty outside of a run."""
+    """Name of the run's folder; empty outside of a run."""
     env: str = ""
     """The name of the rollout's environment."""
     group_id: str = ""

@@ -74,7 +74,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row of a dataset: the task of a rollout, and what its environment needs to start it."""
+    """One row of a dataset: the task of a rollout, and what the environment needs to start the rollout."""
 
     id: str
     """Id of the example, unique within its environment."""

@@ -19,7 +19,7 @@ OUTSIDE: dict[str, tuple[type, float]] = {
     "policy_versions": (np.int32, -1),
     "temperatures": (np.float32, 1.0),
 }
-"""The dtype of each array of a sample that is built from its spans, and the array's value outside all spans."""
+"""For each array of a sample that is built from spans: the array's dtype, and its value outside all spans."""
 
 
 class Span(NamedTuple):

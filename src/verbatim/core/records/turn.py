@@ -25,8 +25,9 @@ MAX_POSITIVE_LOGPROB = 1e-4
 refused."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 _SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
-"""The bits of the smallest finite float32, read as an integer. Compared as integers, all other finite negative floats
-are smaller, and every value that needs a closer check is larger: -inf, NaN, 0 and positive numbers."""
+"""The bits of the smallest finite float32, read as an integer. If the bits of every float are read as integers, those
+of the other finite negative floats are smaller than this number, and those of every value that needs a closer check
+(-inf, NaN, 0, positive numbers) are larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,8 @@ class Turn:
 _SETTERS: dict[str, Callable[[Turn, Any], None]] = {
     field.name: getattr(Turn, field.name).__set__ for field in dataclasses.fields(Turn)
 }
-"""Setters of the fields, used to construct a turn; they are several times as fast as `object.__setattr__` by name."""
+"""Setters of the fields, used to construct a turn; setting a field by name with `object.__setattr__` takes several
+times as long."""
 (_set_path, _set_completion_ids, _set_logprobs, _set_policy_versions, _set_routed_experts, _set_kept_sets,
  _set_stop_reason, _set_temperature, _set_reward, _set_advantage, _set_state_key, _set_agent, _set_parse_status,
  _set_tool_calls, _set_timing, _set_trained, _set_attachments) = _SETTERS.values()  # fmt: skip

@@ -86,7 +86,7 @@ class OpenSamples(SampleEnds):
         reaches this length."""
 
     def find(self, turn: Turn) -> Extension:
-        """The sample that the turn extends, or the closest one."""
+        """The sample that the turn extends, or the closest sample."""
         found = self.longest(turn)
         if found is not None:
             return Extension(sample=found[0], shared=found[1], closest=found[0])

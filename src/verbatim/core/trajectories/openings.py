@@ -19,7 +19,7 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
     could have changed. Breaks are computed with the interleaved strategy, even in runs with another strategy.
 
     Example: turns of `main, sub/1, main`, where the last turn extends the first, give `[]`. If the last turn extends
-    neither of the others, they give `[2]`.
+    neither of the two earlier turns, the result is `[2]`.
     """
     kept = [place for place, turn in enumerate(turns) if len(turn.completion_ids)]
     samples = interleaved([turns[place] for place in kept])

@@ -41,8 +41,8 @@ class TrajectoryOutcome:
     flags: tuple[str, ...] = ()
     """The filters that flagged the trajectory, including those that only count."""
     trainer_logprobs: tuple[Float32 | None, ...] = ()
-    """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if they were
-    not kept."""
+    """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if these
+    logprobs were not kept."""
     gradients: tuple[Float32 | None, ...] = ()
     """Derivative of the loss (not yet normalised) with respect to each logprob in `trainer_logprobs`: float32 [C]."""
     teacher_logprobs: tuple[Float32 | None, ...] = ()

@@ -46,7 +46,7 @@ class TrajectoryRecord:
     trajectory_id: str = ""
     """Id of the trajectory, unique within the run."""
     run_id: str = ""
-    """The run, by the name of its folder; empty outside of a run."""
+    """Name of the run's folder; empty outside of a run."""
     group_id: str = ""
     """Id of the trajectory's group."""
     sample_index: int = 0
@@ -65,8 +65,8 @@ class TrajectoryRecord:
     """Further JSON values from the environment. `info["task"]` is what the caller of a rollout passed next to
     `messages`."""
     num_unrecorded_tokens: int = 0
-    """Number of sampled tokens that are in no turn, because their completion was cut off or could not be recorded
-    (`error` then has the reason)."""
+    """Number of sampled tokens that are in no turn, because their completion was cut off, or because it could not be
+    recorded (in which case `error` has the reason)."""
     num_unrecorded_turns: int = 0
     """Number of turns that a server answered without token ids. These turns are in `messages`, but are never
     trained."""

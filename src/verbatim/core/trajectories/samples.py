@@ -59,8 +59,8 @@ def build_samples(
 ) -> list[TrainingSample]:
     """The training samples of a trajectory; a failed trajectory has none.
 
-    A turn that is marked untrained, or that has no logprobs, is only context. A token's advantage is that of its turn
-    if the turn has one, else that of its trajectory if there is one, else 0.
+    A turn that is marked untrained, or that has no logprobs, is only context. A token's advantage is its turn's
+    advantage if the turn has one, else its trajectory's advantage if the trajectory has one, else 0.
 
     Args:
         trajectory: The trajectory, with its advantages.

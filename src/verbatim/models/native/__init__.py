@@ -242,7 +242,8 @@ def compiler_version(compiler: tuple[str, ...]) -> bytes:
 
 
 def _run(compiler: tuple[str, ...], command: list[str], *, check: bool = True) -> bytes:
-    """The output of a compiler command. A hanging command is killed with its children, and its compiler not run again.
+    """The output of a compiler command. A hanging command is killed with its children, and its compiler is not run
+    again.
 
     Raises:
         subprocess.CalledProcessError, subprocess.TimeoutExpired: the command failed or hung.

@@ -32,8 +32,8 @@ RENDERERS: Mapping[str, str] = {
     ),
     "gpt-oss": "verbatim.models.renderers.harmony:HarmonyRenderer",
 }  # fmt: skip
-"""The class of each renderer, as "module:class". It is called with (tokenizer, name), `thinking_retention`, `history`
-and `later_system`. Strings are used instead of the classes, so that only the renderer in use loads its heavy
+"""The class of each renderer, as "module:class". The class is called with (tokenizer, name), `thinking_retention`,
+`history` and `later_system`. Strings are used instead of the classes, so that only the renderer in use loads its heavy
 libraries."""
 
 ALIASES: Mapping[str, str] = {

@@ -185,7 +185,7 @@ class ContinuingRenderer(abc.ABC):
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The ids of the next prompt, or why it cannot continue the sampled tokens.
+        """The ids of the next prompt, or the reason why the next prompt cannot continue the sampled tokens.
 
         Raises:
             EnvironmentFault: the new messages are invalid, or the format leaves one of them out.

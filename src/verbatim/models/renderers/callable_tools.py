@@ -45,7 +45,7 @@ class CallableTools:
         self._is_read_back: Callable[[str, str], bool] = lru_cache(maxsize=_KNOWN)(self._comes_back)
 
     def refuse(self, tools: Schemas) -> None:
-        """Refuse a tool if its name, or that of a required parameter, would not be parsed back.
+        """Refuse a tool if its name, or the name of a required parameter, would not be parsed back.
 
         Raises:
             EnvironmentFault: a tool cannot be called; the message suggests another name.

@@ -105,7 +105,7 @@ class ContinuesConversations(Protocol):
     def continue_conversation(
         self, conversation: Conversation, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | BreakReason:
-        """The ids of the next prompt, or why it cannot continue the sampled tokens."""
+        """The ids of the next prompt, or the reason why the next prompt cannot continue the sampled tokens."""
 
     def holds_thoughts(self, messages: Sequence[Message]) -> bool:
         """True if the rendering of these messages contains a non-empty thought after the last user message."""

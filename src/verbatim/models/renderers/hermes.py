@@ -114,7 +114,7 @@ class HermesFormat:
         return [*written[:first], wrapped, *written[first + 1 :]]
 
     def _refuse_tags(self, text: str, number: int, *, with_tools: bool) -> None:
-        """Refuse user text with a tag of a block that is written into messages of the same role."""
+        """Refuse a user's text if it contains a tag that marks our own blocks in user messages (schemas or answers)."""
         ours = [
             *(_ANSWER_TAGS if self.answering == "user" else ()),
             *(_TOOLS_TAGS if self.opening == "user" and with_tools else ()),

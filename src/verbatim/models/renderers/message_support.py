@@ -11,8 +11,8 @@ be at the beginning". What a format writes is found by rendering (`message_windo
   the tokens sampled before;
 - a tool's answer after a turn without a readable call is treated the same way, if the format writes answers only to
   calls (gpt-oss, Gemma 4);
-- a message's `name` is refused if the format does not write it, except in a tool's answer, because its name is also in
-  the call;
+- a message's `name` is refused if the format does not write it, except in a tool's answer, because the tool's name is
+  also in the call;
 - everything else that would be lost is refused with the name of its field: `messages[3].content`.
 
 Example, for a format that writes one system message, and does not allow two user messages in a row:

@@ -127,7 +127,7 @@ class _Reader:
         raise ValueError(type(node).__name__)
 
     def _text(self, node: ast.Constant) -> str | None:
-        """The value of a string literal in Python's or JSON's notation; None for another constant.
+        """The value of a string literal in Python's or JSON's notation; None for a constant that is not a string.
 
         Raises:
             ValueError: the literal has a prefix, spans several lines, consists of several adjacent literals, or has a

@@ -149,15 +149,15 @@ class SpecialTokenEscaper:
 
         Args:
             messages: The messages; they are not changed.
-            marked: Messages that are already marked. Newly marked ones are added to it.
+            marked: Messages that are already marked. Newly marked messages are added to this dict.
 
         Reasoning belongs in `reasoning_content`. If an assistant's message lacks that field, a leading `<think>` block
         of its content is moved there, as chat templates do. Think tags anywhere else are ordinary text.
 
         Raises:
             EnvironmentFault: a message has an image, audio, or another part that is not text. A list of text parts is
-                refused too, because templates join parts differently. Only a single string has the same meaning for
-                all.
+                refused too, because templates join parts differently. Only a single string has the same meaning for all
+                templates.
         """
         marked = {} if marked is None else marked
         for number, message in enumerate(messages):
@@ -256,7 +256,7 @@ class EscapingTokenizer:
         Raises:
             EnvironmentFault: the template refuses these messages.
             TemplateFault: the rendering exceeds its budget.
-            ModelError: the tokenizer has no template, or it cannot be compiled.
+            ModelError: the tokenizer has no template, or the template cannot be compiled.
         """
         return self.template(tools).text(messages, tools, add_generation_prompt)
 
@@ -264,7 +264,7 @@ class EscapingTokenizer:
         """The chat template that the tokenizer uses with these tools.
 
         Raises:
-            ModelError: the tokenizer has no template for them, or it cannot be compiled.
+            ModelError: the tokenizer has no template for these tools, or the template cannot be compiled.
         """
         source = self.chat_source(tools)
         if source not in self._templates:

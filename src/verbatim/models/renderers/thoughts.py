@@ -29,7 +29,7 @@ class Thoughts:
     closes: int
     """The id of `</think>`."""
     texts: Mapping[int, Sequence[int]]
-    """For each of the two tokens, the ids of its text when that is encoded without control tokens."""
+    """For each of the two tokens: the ids of the token's text, encoded without control tokens."""
     decode: Callable[[Sequence[int]], str]
     """Decodes ids to text, control tokens included."""
 

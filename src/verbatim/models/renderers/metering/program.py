@@ -13,7 +13,8 @@ from verbatim.models.renderers.metering.environment import LOOKED_AT, ROUNDS, SP
 
 @lru_cache(maxsize=64)
 def compiled(source: str) -> Template:
-    """Compile a template with metering. `chat_template.compile_template` adds the model's name to its errors.
+    """Compile a template with metering. `chat_template.compile_template` adds the model's name to the errors that are
+    raised here.
 
     A loop charges all its rounds before it starts; the charge for one round is the size of the loop's body. A macro or
     block charges its body when it starts. Operands and keys that may be large are charged by their size. The
