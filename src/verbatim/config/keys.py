@@ -12,7 +12,7 @@ from verbatim.config.sure_keys import keys_in
 from verbatim.core.redaction import REDACTED, hide, hide_in, named_texts, variable_in
 
 _NAMES_A_VARIABLE = ("_env", "_var", "env_from")
-"""Endings of the names of settings whose value is the name of an environment variable with a key."""
+"""If a setting's name has one of these endings, its value is the name of an environment variable that holds a key."""
 
 
 def problems_of_keys(document: Mapping[str, Any], *, may_stand_here: bool) -> Iterator[Problem]:

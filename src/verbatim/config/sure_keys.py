@@ -1,15 +1,15 @@
 """Finds strings in a configuration that are certainly keys or passwords. Such strings make a configuration invalid.
 
 Redaction hides everything that may be a key. Refusing a configuration stops the user's work, so the rules here are
-stricter. A string is certainly a key if it occurs
+stricter than those of redaction. A string is certainly a key if it occurs
 - in the form that a service gives its keys: a known prefix, followed by letters and digits without a break;
 - as the password in a URL, after `Bearer` or `Basic`, or as the value of an environment variable named like a key;
 - as a login or password in a command (`curl -u user:password`) or in a setting (`basic_auth = "user:password"`);
 - in a setting named like a password or API key (`password`, `api_key`, `authorization`), if it has no spaces or has a
   digit;
 - in a setting with a different name that only keys have (`MY_PASS`, `client_secret`), if it has letters and digits and
-  is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`. The same test applies to a string that follows
-  one of the names in these two points inside a longer string;
+  is neither a path nor words: `hunter2`, but not `label_v2` or `pass@8`. The same test applies to a value that follows
+  such a name, or a name of the previous point, inside a longer string;
 - in a setting with an ambiguous name (`key`, `token`, `pass` alone, plurals) if it looks random: at least 16 letters
   and digits without a break, which change at least three times between letters and digits.
 """

@@ -81,7 +81,7 @@ def import_without(package: str, unused: str) -> None:
 
 @contextlib.contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """Switch off garbage collection while the block imports, and exclude everything that exists when the block ends
+    """Switch off garbage collection while the block imports. When the block ends, everything that exists is excluded
     from later collections. For commands only. Importing PyTorch and transformers creates a million permanent objects;
     scanning them again and again takes a quarter of the import's time."""
     gc.disable()

@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.core.key_names import is_login_name, is_sure_login_name, names_key, words_of
 
 _LOGIN = re.compile(r"[^\s:/\\]+:(?P<password>[^\s/\\$<{\[*][^\s]*)")
-"""`user:password`, but not a path, a variable or a placeholder."""
+"""Matches `user:password`, but not a path, a variable or a placeholder."""
 _METHODS = frozenset({
     "admin", "api_key", "apikey", "basic", "bearer", "cert", "certificate", "cookie", "digest", "false", "header",
     "iam", "jwt", "kerberos", "ldap", "mtls", "negotiate", "none", "ntlm", "oauth", "oauth1", "oauth2", "optional",

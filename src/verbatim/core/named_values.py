@@ -35,13 +35,14 @@ _SETTINGS = (
     re.compile(r"<(?P<name>[A-Za-z_][\w\-.]{0,200})>(?P<value>[^<>\s][^<>]*)(?=</)"),
     re.compile(r"\blogin\s{1,9}\S{1,200}\s{1,9}(?P<name>password)\s{1,9}(?P<value>\S+)"),
 )
-"""`"api_key": "..."`, `API_KEY=...`, `--api-key ...` and `"--api-key", "..."`, the pair `["API_KEY", "..."]`, the
+"""Match `"api_key": "..."`, `API_KEY=...`, `--api-key ...` and `"--api-key", "..."`, the pair `["API_KEY", "..."]`, the
 table `{"name": "API_KEY", "value": "..."}`, `<api_key>...</api_key>`, and a line of a .netrc."""
 _YAML = re.compile(
     _NAME + rf"""(?:{_QUOTE})?:[ \t]+"""
     r"""(?=\S*[\d+/=!@#%^&*])(?P<value>(?:[^\s"',;{}\[\]\\]|""" + _LITERAL + r"""){6,})(?=[ \t]*(?:[\r\n]|\\[rn]|\Z))"""
 )
-"""`MY_PASS: ...` up to the end of a line. A plain word as the value is more likely prose: `password: missing`."""
+"""Matches `MY_PASS: ...` up to the end of a line, unless the value is a plain word, which is more likely prose:
+`password: missing`."""
 _HEADERS = (
     re.compile(rf"(?i:(?<![\w\-.])(?:proxy-)?authorization)\s*:\s*(?P<value>[^\s\"'\\](?:[^\r\n\"'\\]|{_LITERAL})*)"),
     re.compile(
@@ -53,7 +54,7 @@ _HEADERS = (
         r"|(?=[^\s\"']*\d)[^\s\"'\\]{16,})"
     ),
 )
-"""HTTP headers, but not `x-token: 5 tokens left` or `cookie: chocolate`."""
+"""Match HTTP headers, but not `x-token: 5 tokens left` or `cookie: chocolate`."""
 _OPENS = re.compile(rf"{_NAME}(?:(?:{_QUOTE})?\s*(?:=>|[=:])\s*[\[({{]|(?P<call>\())")
 _TOKEN = re.compile(
     r"(?P<open>[\[({])|(?P<close>[\])}])"

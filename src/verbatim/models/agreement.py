@@ -116,7 +116,8 @@ def beyond_rounding(ours: Tensor, own: Tensor, exact: Tensor, times: float = TIM
 
 
 def _distances(found: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The 75th percentile and the maximum over rows of the relative error: norm of the difference over norm of the row.
+    """The 75th percentile and the maximum over rows of the relative error: the norm of the difference, divided by the
+    norm of the row.
 
     The two have separate limits, because a single row may be dominated by one large number, whose rounding is then the
     whole error. Pretrained models have such rows at the first tokens.

@@ -48,7 +48,7 @@ class AttentionCall:
 class AttentionPlan(Protocol):
     """Computes attention for the layers of one forward pass.
 
-    Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E of values.
+    Legend: B batch, H query heads, K key/value heads, T tokens, D head size of queries and keys, E head size of values.
     """
 
     def attend(

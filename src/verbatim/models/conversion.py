@@ -22,7 +22,7 @@ from verbatim.core.machine_faults import is_out_of_memory
 def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Convert tensors as `from_pretrained` does for this model: renamed, and stacked, split or transposed where needed.
 
-    Example: a Mixtral's `model.layers.0.block_sparse_moe.experts.{0..7}.w1.weight` and `...w3.weight` are
+    Example: a Mixtral's `model.layers.0.block_sparse_moe.experts.{0..7}.w1.weight` and `...w3.weight` become
     `model.layers.0.mlp.experts.gate_up_proj`.
 
     Args:

@@ -222,7 +222,8 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def read_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Read and check the tensors of a folder, by the model's names, for `replace_weights`. The model is not changed.
+    """Read and check the tensors of a folder, and return them by the model's names, for `replace_weights`. The model is
+    not changed.
 
     Raises:
         ModelError: tensors are missing, unknown, not finite, or of the wrong shape.

@@ -28,7 +28,8 @@ LENGTH = 3 * WINDOW
 TOLERANCE = 2e-3
 """Maximum difference attributed to float32 rounding: absolute for logprobs, relative to the norm for gradients."""
 CAUSAL = 2e-2
-"""Maximum difference of a log probability between passes of different lengths that is attributed to rounding."""
+"""If a log probability differs by at most this between passes of different lengths, the difference is attributed to
+rounding."""
 SMALL = 1e-2
 """Floor for the norm that a gradient difference is divided by, as a share of the largest gradient norm. Some gradients,
 like that of the key bias, are 0 except for rounding, so that their relative difference would be noise."""

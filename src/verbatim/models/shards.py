@@ -33,7 +33,7 @@ hold the same weights in another layout."""
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn errors raised while a safetensors file is read into a `ModelError`."""
+    """Raise a `ModelError` if a safetensors file cannot be read in the block."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -68,7 +68,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def fill(model: Any, source: str) -> None:
-    """Copy the weights of a folder or hub id into a model's parameters and saved buffers: this process's rows only.
+    """Copy the weights of a folder or hub id into a model's parameters and saved buffers. Only this process's rows are
+    copied.
 
     Raises:
         ModelError: a file cannot be read, or a tensor is missing or of another shape.

@@ -23,7 +23,7 @@ def vocab_size_of(model: str | Path) -> int:
 def linear_layers_of(model: str | Path) -> tuple[str, ...]:
     """The last parts of the names of the model's linear layers, sorted, without the output head.
 
-    Example: for a Qwen3 down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
+    Example: for a Qwen3, the names are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
 
     Raises:
         UsageError: the model has no config.json, or one that does not describe a causal language model.

@@ -18,8 +18,8 @@ def breaks(turns: Sequence[Turn]) -> list[int]:
     A turn without sampled tokens is in no sample. An agent's first turn is not a break, because it has no history that
     could have changed. Breaks are computed with the interleaved strategy, even in runs with another strategy.
 
-    Example: turns of `main, sub/1, main`, where the last turn extends the first, give `[]`. If the last turn extends
-    neither of the two earlier turns, the result is `[2]`.
+    Example: three turns of the agents `main`, `sub/1` and `main`, where the last turn extends the first, give `[]`. If
+    the last turn extends neither of the two earlier turns, the result is `[2]`.
     """
     kept = [place for place, turn in enumerate(turns) if len(turn.completion_ids)]
     samples = interleaved([turns[place] for place in kept])

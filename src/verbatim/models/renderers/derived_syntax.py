@@ -105,7 +105,8 @@ def _checked(syntax: ToolSyntax, render: Render, stops: Sequence[str]) -> ToolSy
 
 
 def _written(render: Render, calls: list[dict[str, Any]], stops: Sequence[str]) -> str | None:
-    """The text that renderings of these calls with and without content share; None if the calls are missing."""
+    """Render these calls once with and once without content, and return the text that both renderings share; None if
+    the calls are missing."""
     texts = []
     for content in (_CONTENT, "", None):
         ask = {"role": "user", "content": "zqquestion"}

@@ -84,7 +84,7 @@ class HarmonyRenderer(ContinuingRenderer):
         self.stop_token_ids = turn_ends(own, self.tokenizer, name)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """Like `render_ids`, even if the template leaves out a part of the messages."""
+        """Like `render_ids`, but does not refuse messages of which the template leaves out a part."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
         return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 

@@ -161,7 +161,8 @@ def _shows(render: Render, made: HermesFormat) -> bool:
 
 
 def _keeps(render: Render, made: HermesFormat) -> bool:
-    """True if a later question leaves the beginning of the prompt, with the schemas, unchanged."""
+    """True if the beginning of the prompt, which contains the schemas, stays unchanged when a later question
+    follows."""
     before = tried(render, made.wrap([ASK], [TOOL]), None, True)
     return tried(render, made.wrap([ASK, ANSWER, ASK], [TOOL]), None, True).startswith(before)
 

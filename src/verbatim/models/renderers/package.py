@@ -105,7 +105,7 @@ class PackageRenderer(ContinuingRenderer):
         return find_call_ids(render)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """Like `render_ids`, even if the family leaves out a part of the messages.
+        """Like `render_ids`, but does not refuse messages of which the family leaves out a part.
 
         The array is read-only, because the episodes of a group share it.
         """

@@ -1,4 +1,4 @@
-"""Parses calls written as Python, `[look(at="Bonn")]`, through the syntax tree. Nothing is executed."""
+"""Parses calls written as Python, `[look(at="Bonn")]`, through Python's syntax tree. Nothing is executed."""
 
 from __future__ import annotations
 

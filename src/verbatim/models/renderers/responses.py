@@ -23,7 +23,7 @@ ReadCalls: TypeAlias = "Callable[[Sequence[int], Sequence[Mapping[str, Any]]], t
 in the family's format."""
 
 _LAST_OF_PROMPT = 64
-"""Number of tokens at the end of a prompt in which the mark that opens a thought is searched for."""
+"""The mark that opens a thought is searched for in this many tokens at the end of a prompt."""
 _MAX_BITS = 14_000
 """Maximum size of an integer, in bits. Python refuses to convert much larger integers to text
 (`sys.get_int_max_str_digits`)."""

@@ -5,8 +5,8 @@ There are two independent halves, so that renderers may split and join text betw
 - `SpecialTokenEscaper.text` marks untrusted text: it inserts a break after every character with which a control token
   begins, and before every character with which a control token ends. So no piece of the text can begin or end a control
   token, even if a template removes parts of the text, adds other text next to it, or changes its case.
-- `EscapingTokenizer` encodes. A control token's string without a break inside was written by the template, and is
-  encoded as that token. All breaks are then removed, and the rest of the text is encoded as plain text.
+- `EscapingTokenizer` encodes. If a control token's string has no break inside, the template has written the string, and
+  it is encoded as that token. All breaks are then removed, and the rest of the text is encoded as plain text.
 
 So the ids decode to exactly the original text, and every control token among them comes from the template. Plain text
 gets the same ids as from the tokenizer itself.

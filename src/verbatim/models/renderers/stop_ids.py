@@ -51,7 +51,8 @@ def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int
 def generation_stops(model: str) -> list[int]:
     """The `eos_token_id` ids in a model's generation_config.json; empty if there is no such file.
 
-    An adapter uses the ids of its base model. For a hub id, the cached file is read, which `load_tokenizer` downloads.
+    An adapter uses the ids of its base model. For a hub id, the file is read from the cache, to which `load_tokenizer`
+    downloads it.
 
     Args:
         model: A folder in Hugging Face format, or a hub id.

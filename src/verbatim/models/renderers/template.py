@@ -88,7 +88,8 @@ class TemplateRenderer(ContinuingRenderer):
         self._stand_ins = StandIns(self._text_of, stops)
 
     def write_ids(self, messages: Sequence[Message], tools: Schemas, add_generation_prompt: bool) -> Int32:
-        """Like `render_ids`, for valid messages, even if the template leaves out a part of them."""
+        """Like `render_ids`, for valid messages, but does not refuse messages of which the template leaves out a
+        part."""
         text = self._text_of(messages, tools, add_generation_prompt=add_generation_prompt)
         return np.asarray(self.tokenizer.encode(text), dtype=np.int32)
 

@@ -14,7 +14,7 @@ from verbatim.models.renderers.renderer import ParsedResponse
 from verbatim.models.renderers.responses import read_completion
 
 _LONGEST_OPENING = 8
-"""Number of ids at the end of a prompt in which the token that opens a thought is searched for."""
+"""The token that opens a thought is searched for in this many ids at the end of a prompt."""
 
 Read = Callable[[Sequence[int]], ParsedResponse]
 """Parses ids of a completion with the family's parser."""
@@ -34,7 +34,7 @@ class Thoughts:
     """Decodes ids to text, control tokens included."""
 
     def read(self, read: Read, ids: Sequence[int], prompt_ids: Sequence[int] | None) -> ParsedResponse:
-        """Parse `ids`, which end before the token that closed the turn, with `read`.
+        """Use `read` to parse `ids`, which end before the token that closed the turn.
 
         A thought extends from its opening mark (in the prompt, or before any text of the completion) to the first
         closing mark. Everything in between is thinking, including calls; later marks are text. Without `prompt_ids` the

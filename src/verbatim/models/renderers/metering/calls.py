@@ -162,7 +162,7 @@ def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
     """Charge for what the filter or method with this name is about to do with `value` and its arguments.
 
     Returns:
-        The steps to charge per item of the result if the result is a generator.
+        If the result is a generator: the steps to charge per item of the result.
     """
     times = _TIMES.get(name, 1)
     if values:
