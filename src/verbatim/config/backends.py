@@ -33,7 +33,7 @@ class Backend:
     """The backend selected by a section, with the class of its settings."""
 
     function: Callable[..., Any]
-    """`function(inputs, settings)`."""
+    """The backend, called as `function(inputs, settings)`."""
     settings: type[BackendSettings]
     """The record into which the backend's own table is parsed."""
 

@@ -33,13 +33,13 @@ class ComponentTables:
     """The tables in which component names are looked up."""
 
     losses: Table
-    """For [trainer.loss]."""
+    """The losses, for [trainer.loss]."""
     advantages: Table
-    """For [orchestrator.advantage]."""
+    """The advantage functions, for [orchestrator.advantage]."""
     filters: Table
-    """For [[orchestrator.filters]]."""
+    """The filters, for [[orchestrator.filters]]."""
     strategies: Table
-    """For orchestrator.trajectory_strategy."""
+    """The strategies, for orchestrator.trajectory_strategy."""
     environments: Table
     """The environments, for the id of [[orchestrator.train.env]] and [[orchestrator.eval.env]]."""
     environment_arguments: Callable[[Any, Mapping[str, Any]], tuple[dict[str, Any], dict[str, str]]] | None = None
@@ -49,11 +49,11 @@ class ComponentTables:
     alarms: Table = field(default_factory=dict)
     """The alarms, for the tables below [monitor.alarms]."""
     packers: Table
-    """For trainer.packing."""
+    """The packers, for trainer.packing."""
     samplers: Table
-    """For inference.backend."""
+    """The samplers, for inference.backend."""
     runners: Table
-    """For orchestrator.rollout.backend."""
+    """The rollout backends, for orchestrator.rollout.backend."""
     renderers: Collection[str]
     """The names of the renderers, for the name of [orchestrator.renderer]. There are only names here, because a
     renderer can be built only for a given tokenizer."""

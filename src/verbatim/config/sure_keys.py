@@ -47,7 +47,7 @@ _RUN = re.compile(r"[A-Za-z0-9]{16,}")
 _PATH = re.compile(r"(?:~|\.{0,2})/.*|[A-Za-z]:\\.*|.*/[^/]*\.\w{1,5}")
 _WORDS = re.compile(r"(?:[A-Za-z]+|v?\d{1,4})(?:[_\-.:/](?:[A-Za-z]+|v?\d{1,4}))+")
 _OTHER = re.compile(r"<.*>|[A-Za-z_]+@\d+")
-"""Special tokens, and metrics such as pass@8."""
+"""Matches special tokens, and metrics such as pass@8, which are not keys."""
 
 
 def keys_in(value: Any) -> Iterator[tuple[Place, str, str]]:

@@ -94,7 +94,7 @@ class Spare:
         """In the copy: import the modules, wait for the command, and exit if no command arrives.
 
         Raises:
-            Become: with the command's arguments.
+            Become: raised with the command's arguments.
         """
         os.setsid()  # a session of its own, as for every child
         end_with_parent(self._parent)

@@ -56,7 +56,7 @@ class Adapter:
     r: int
     """The rank."""
     scale: float
-    """The factor of `B A`: alpha / r."""
+    """The factor by which `B A` is multiplied: alpha / r."""
     transposed: bool
     """True if the base model stores its weights as [I, O]."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Pure functions over records that build training samples from trajectories; torch and asyncio are not used."""
+"""Builds training samples from trajectories with pure functions over records, without torch and asyncio."""
 
 from verbatim.core.trajectories.age import age, first_version
 from verbatim.core.trajectories.ledger import Ledger

@@ -254,7 +254,8 @@ class TemplateRenderer(ContinuingRenderer):
         return [*answered[:1], *(self._call_ends() if self._hermes is None else ())]
 
     def _call_ends(self) -> list[int]:
-        """The token that ends a turn with calls; empty if no token can be told from the close of a single call."""
+        """The token that ends a turn with calls; empty if no token can be distinguished from the close of a single
+        call."""
         called, twice = ([ASK, calling(num_calls=number)] for number in (1, 2))
         one, next_turn = self._controls(called), self._controls([*called, RESULT])
         both = self._controls(twice) or one
