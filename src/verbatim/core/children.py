@@ -35,7 +35,7 @@ Stream: TypeAlias = int | IO[bytes] | None
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_READ = 2**16
-"""Size in bytes of the buffer from which a pipe is read; equal to asyncio's default."""
+"""Limit in bytes of the buffer from which a pipe is read; equal to asyncio's default."""
 _LOOK_EVERY = 0.5
 """Interval in seconds at which a child checks for its parent, on systems without PR_SET_PDEATHSIG."""
 

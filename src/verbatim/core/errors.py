@@ -121,7 +121,8 @@ class SamplerFault(RolloutError):
     Args:
         message: What happened.
         num_tokens: Number of tokens sampled for the request so far, if the engine knows.
-        num_lost_tokens: Number of tokens sampled for the request by replicas that then failed, if known.
+        num_lost_tokens: Number of tokens sampled for the request by replicas that then failed or were removed, if
+            known.
     """
 
     def __init__(self, message: str = "", *, num_tokens: int = 0, num_lost_tokens: int = 0) -> None:
