@@ -17,8 +17,8 @@ class BackendInputs:
     """The inputs that a run passes to its inference backend, in addition to the backend's own settings."""
 
     model: str | Path
-    """Initial weights: a folder in Hugging Face format, or a hub id. If `adapter_rank` is set, it may be the folder of
-    an adapter, whose configuration names the base model."""
+    """Initial weights: a folder in Hugging Face format, or a hub id. If `adapter_rank` is set, the folder of an adapter
+    is allowed too; the adapter's configuration names the base model."""
     context_length: int
     """Maximum number of tokens in prompt and completion together."""
     policy_version: int = 0
@@ -50,7 +50,7 @@ class Listening:
     host: str
     """Address to listen on."""
     port: int
-    """Port of the first server; the others use the ports after it."""
+    """Port of the first server; each further server uses the next port."""
     api_key: str | None
     """Key that every request must carry; None if no key is required."""
     uploads: Path | None

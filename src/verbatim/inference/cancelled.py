@@ -33,7 +33,7 @@ def num_tokens_drawn(end: BaseException) -> int:
 
 
 def num_tokens_lost(end: BaseException) -> int:
-    """Number of tokens sampled by lost replicas for a call that ended with this error; 0 if it is unknown."""
+    """Number of tokens sampled by lost replicas for a call that ended with this error; 0 if the number is unknown."""
     return int(getattr(end, "num_lost_tokens", 0))
 
 

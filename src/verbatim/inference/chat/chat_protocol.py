@@ -1,4 +1,4 @@
-"""Base class of the chat protocols. It reads the fields that they share."""
+"""Base class of the chat protocols. It reads the fields that all protocols have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChatProtocol(ABC):
     """A chat protocol: pure functions that convert between JSON bodies and records."""
 
     options: Options = field(default_factory=Options)
-    """The fields that are accepted although they cannot be enforced, and the limit on replies."""
+    """The fields that are accepted although they cannot be enforced, and the maximum number of replies per response."""
 
     name: ClassVar[str]
     """Name of the protocol, as in `ChatRequest.protocol`."""

@@ -61,8 +61,8 @@ class OpenAI:
         """Check before the first request that an API key is set.
 
         Raises:
-            UsageError: the variable named by `api_key_env` is empty, or for OpenAI's own server OPENAI_API_KEY is
-                empty.
+            UsageError: the variable named by `api_key_env` is empty; or `api_key_env` is None, the server is OpenAI's
+                own, and OPENAI_API_KEY is empty.
         """
         variable = key_variable(self.base_url, self.api_key_env)
         if self.api_key is None and named_key(self.base_url, self.api_key_env) is None and variable is not None:
@@ -86,7 +86,8 @@ class OpenAI:
             await connection.close()
 
     def open(self) -> ChatConnection:
-        """Open a connection, which the caller has to close. It connects on demand and works in several event loops.
+        """Make a `ChatConnection`, which the caller has to close. It opens sockets on demand and works in several event
+        loops.
 
         Raises:
             UsageError: see `connect`.
@@ -112,7 +113,7 @@ class ChatConnection:
         self._has_key = has_key
 
     async def close(self) -> None:
-        """Close the client permanently, and its connections in this event loop."""
+        """Close the connections of this event loop. The client cannot be used afterwards."""
         await self._client.close()
 
     async def hang_up(self) -> None:

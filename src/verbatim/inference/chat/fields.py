@@ -51,7 +51,7 @@ class Fields:
     """Fields that are accepted only with the listed values, because these have no effect; with an empty list, only null
     is accepted."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps this protocol's name of a field to its name in `UNENFORCEABLE`."""
+    """Maps this protocol's name of a field to the field's name in `UNENFORCEABLE`."""
 
     def check(self, body: Mapping[str, Any], options: Options = _NONE_PASS, where: str = "") -> tuple[str, ...]:
         """Refuse fields that cannot be honoured.

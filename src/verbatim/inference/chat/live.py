@@ -56,7 +56,8 @@ class LiveAnswer:
         self.wake()
 
     async def _has_news(self, seen: int) -> bool:
-        """Wait until there is more news than `seen`. Returns False if no news arrives within `QUIET_SECONDS`."""
+        """Wait until `wake` has been called more than `seen` times. Returns False if this takes longer than
+        `QUIET_SECONDS`."""
         if self._num_news > seen:
             return True
         with contextlib.suppress(TimeoutError):

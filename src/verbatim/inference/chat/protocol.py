@@ -40,8 +40,8 @@ class RequestedSampling:
 
         Args:
             defaults: Values of the parameters that the request leaves out. The default of `max_tokens` is `room`.
-            room: Number of tokens that still fit in the context after the prompt, at least 1; `max_tokens` is limited
-                to it.
+            room: Number of tokens that still fit in the context after the prompt, at least 1. A larger `max_tokens` is
+                reduced to this number.
             end_ids: The model's own end ids.
 
         >>> RequestedSampling(temperature=0.5).params(SamplingParams(top_p=0.9), room=100, end_ids=[2])
@@ -229,14 +229,14 @@ UNENFORCEABLE = frozenset(
         "name",
     }
 )
-"""The fields that `Options.unenforced` may name. Each has its name in OpenAI's chat completions or, if it does not
-exist there, in the protocol that has it. Honouring any of these fields would change the prompt or the sampling
-distribution."""
+"""The fields that `Options.unenforced` may name. Each field is listed under its name in OpenAI's chat completions; a
+field that chat completions do not have is listed under its name in the protocol that has it. Honouring any of these
+fields would change the prompt or the sampling distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which unenforceable fields a server accepts, and its limit on replies."""
+    """Which unenforceable fields a server accepts, and the maximum number of replies per response."""
 
     unenforced: frozenset[str] = frozenset()
     """Fields from `UNENFORCEABLE` that are accepted without effect. Each use is counted."""

@@ -19,7 +19,7 @@ class ChatProtocols:
     """The protocols by route, relative to "/v1/".
 
     Args:
-        options: Which unenforceable fields are accepted, and the limit on replies.
+        options: Which unenforceable fields are accepted, and the maximum number of replies per response.
     """
 
     def __init__(self, options: Options) -> None:
@@ -32,8 +32,8 @@ class ChatProtocols:
         }
 
     def of(self, route: str) -> ChatProtocol:
-        """The protocol whose error format a path uses: the protocol of its route, or OpenAI's chat completions if the
-        path has no route."""
+        """The protocol in whose format errors are sent for a path: the protocol of the path's route, or OpenAI's chat
+        completions if no route matches."""
         found = [own for own in self.by_route if route == own or route.startswith(f"{own}/")]
         return self.by_route[max(found, key=len, default="chat/completions")]
 

@@ -26,9 +26,9 @@ def read_reply(
 ) -> ChatReply:
     """Parse a completion into a reply.
 
-    If a stop string occurs, the ids are cut after the token that completes it, and the text is cut before it. Without
-    `parallel_tool_calls`, the ids are cut after the first call if other calls follow. With `tool_choice = "none"`,
-    attempted calls become text.
+    If a stop string occurs, the ids are cut after the token that completes the stop string, and the text is cut before
+    the stop string. Without `parallel_tool_calls`, the ids are cut after the first call if other calls follow. With
+    `tool_choice = "none"`, attempted calls become text.
 
     Args:
         completion: The completion from the sampler.
@@ -86,8 +86,8 @@ def parse(ids: Int32, stop: str | None, request: ChatRequest, renderer: Renderer
 
 
 def before_stop(parsed: ParsedResponse, stop: str, text: str) -> ParsedResponse:
-    """Cut the parsed completion before the stop string. The stop string is in the last text of the parse, because the
-    completion's last token completes it.
+    """Cut the parsed completion before the stop string. The stop string is in the part that was sampled last (thinking,
+    text or call), because the completion's last token completes it.
 
     Args:
         parsed: The parsed completion.

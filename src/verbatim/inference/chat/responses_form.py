@@ -73,13 +73,13 @@ def has_text(reply: ChatReply) -> bool:
 
 
 def reasoning_item(stamp: Stamp, text: str | None) -> dict[str, Any]:
-    """A thinking item; `text` is None when a stream adds the item."""
+    """A thinking item; `text` is None for the empty item that a stream begins with."""
     content = [] if text is None else [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{stamp.id}", "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
 
 
 def message_item(stamp: Stamp, text: str | None, status: str) -> dict[str, Any]:
-    """A text item; `text` is None when a stream adds the item."""
+    """A text item; `text` is None for the empty item that a stream begins with."""
     return {
         "id": f"msg_{stamp.id}",
         "type": "message",

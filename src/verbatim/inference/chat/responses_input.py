@@ -96,8 +96,8 @@ def _add_message(found: list[dict[str, Any]], item: dict[str, Any], where: str) 
 
 
 def _has_spoken(found: list[dict[str, Any]]) -> bool:
-    """True if the last message has text or calls. Thinking and text come before calls in a turn, so a further thinking
-    or text item then starts a new message."""
+    """True if the last message has text or calls. In that case a further thinking or text item belongs to a new turn,
+    and starts a new message."""
     return bool(found) and (bool(found[-1]["content"]) or "tool_calls" in found[-1])
 
 

@@ -49,8 +49,8 @@ class ReadTools:
 
     Args:
         body: The request's body.
-        options: With "other_tools", tools of other types are dropped. With "tool_grammar", grammars are shown to the
-            model but not enforced. Otherwise, both are refused.
+        options: With "other_tools", tools of unsupported types are dropped; without it, they are refused. With
+            "tool_grammar", grammars are shown to the model but not enforced; without it, they are refused.
 
     Raises:
         BadField: a tool's type is not supported, or two tools would have the same function name.

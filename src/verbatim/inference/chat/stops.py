@@ -15,7 +15,8 @@ from verbatim.core.types import Int32
 from verbatim.inference.sampler import Watch
 
 Decode = Callable[[Int32], str]
-"""Decodes ids to text. A prefix of the ids must decode to a prefix of the text, except for U+FFFD at its end."""
+"""Decodes ids to text. A prefix of the ids must decode to a prefix of the text, except that the decoded prefix may end
+with U+FFFD."""
 _BYTES_OF_A_CHARACTER = 4
 _MARGIN = 8
 """Number of characters at the start of a decoded window that may be wrong, because the window may begin inside a

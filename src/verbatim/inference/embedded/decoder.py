@@ -203,8 +203,9 @@ class Decoder:
             self._share_rebuild()
 
     def _share_rebuild(self) -> None:
-        """Have the sequences in flight recomputed, with common prefixes only once. If experts are recorded, each
-        sequence is recomputed separately, because its record must name the experts that computed its own tokens."""
+        """Have the sequences in flight recomputed. A prefix that several of them share is computed only once. If
+        experts are recorded, each sequence is recomputed separately, because its record must name the experts that
+        computed its own tokens."""
         if self._record is None:
             self._rebuild.begin()
         else:
@@ -220,8 +221,8 @@ class Decoder:
 
     @torch.inference_mode()
     def prompt_logprobs(self, ids: Rows, temperature: float) -> Float32:
-        """Logprob of each token given the tokens before it, without the KV cache, by the code that computes the passes:
-        float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it: float32 [L]; the first is NaN. Computed without the KV
+        cache, by the same code as the passes.
 
         Args:
             ids: int64 [L], L at most the context length.
@@ -230,7 +231,8 @@ class Decoder:
         return self.forward.prompt_logprobs(ids, temperature)
 
     def _park(self, slot: int, *, keep_out: int) -> None:
-        """Save an idle slot's cache before another sequence takes the slot, if its session may return."""
+        """Save an idle slot's cache before another sequence takes the slot, if the slot's sequence has a session, which
+        may send a further request."""
         table = self.table
         place = table.parking_place()
         if place is None or place == keep_out or not table.session[slot]:
@@ -249,8 +251,8 @@ class Decoder:
         self.table.forget(place)
 
     def routed_experts(self, slot: int, start: int) -> Experts | None:
-        """The experts of a sequence that has sampled tokens, from position `start` to the second to last token (the
-        last token is not computed yet): [N, D, K]; None if experts are not recorded."""
+        """The experts of a sequence's tokens, from position `start` to the second to last token (the last sampled token
+        is not computed yet): [N, D, K]; None if experts are not recorded."""
         if self._record is None:
             return None
         return self._record.read(slot, start, int(self.table.length[slot]) - 1)

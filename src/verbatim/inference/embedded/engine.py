@@ -195,8 +195,8 @@ class TorchSampler:
                 raise ModelError(message) from error
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given the tokens before it, without the KV cache, by the code that computes the
-        engine's passes: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it: float32 [L]; the first is NaN. Computed without the KV
+        cache, by the same code as the engine's passes.
 
         Raises:
             RecordError: there are no ids or too many, an id is outside the vocabulary, or the temperature is not above

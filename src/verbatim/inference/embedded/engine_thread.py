@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 THREAD_ENDED = "the sampler's thread has ended; standard error shows why"
 _MOST_DEFERRED = 16
-"""Maximum number of requests that wait for another request's prefix while later requests are tried in the same step."""
+"""Maximum number of requests that may be passed over in one step because each waits for another request's prefix. After
+that many, no later request is admitted in this step."""
 _STEPS_PER_QUESTION = 3.0
 """While sequences are in flight, decoding gets this many seconds for each second that is spent on prompt logprobs."""
 
@@ -98,7 +99,7 @@ class EngineThread:
             self._wake.notify()
 
     def cancel(self, job: GenerateJob) -> None:
-        """End a job after the current step. The reply to it has the tokens sampled so far."""
+        """End a job after the current step. The job's reply has the tokens sampled so far."""
         with self._wake:
             self._inbox.append(Cancel(job))
             self._wake.notify()

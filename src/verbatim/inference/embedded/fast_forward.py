@@ -166,7 +166,7 @@ def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> st
 
 
 def why_unknown(model: CausalLM) -> str | None:
-    """Why the layers of a model cannot be computed here; None if they can."""
+    """Why this module cannot compute the layers of a model; None if it can."""
     backbone = model.backbone
     kind = type(backbone)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("transformers.models."):
@@ -197,7 +197,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def probe(model: CausalLM) -> tuple[KeyValueShape, list[AttentionCall]]:
-    """Find the shape of keys and values and each layer's attention arguments, by one forward pass of one token.
+    """Run a forward pass of one token to find the shape of keys and values, and the attention arguments of each layer.
 
     Raises:
         ModelError: layers differ in their key/value shapes, so one cache cannot hold them.

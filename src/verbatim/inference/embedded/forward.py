@@ -1,4 +1,5 @@
-"""Chooses what computes a model's passes: the compiled kernel if it supports model and machine, else PyTorch."""
+"""Chooses what computes a model's passes: the compiled kernel if it supports the model and the machine, else
+PyTorch."""
 
 from __future__ import annotations
 

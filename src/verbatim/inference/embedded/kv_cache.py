@@ -187,8 +187,8 @@ class CachePlan:
         self.cache.values[layer][self.write_slots, :, self.write_positions] = value_TKD
 
     def _bias(self, index: int, sliding_window: int | None) -> Tensor:
-        """Attention bias: 0 where a query may attend, -inf elsewhere: float32 [B, 1, 1, Q, C]; shared by layers of the
-        same window."""
+        """Attention bias: 0 where a query may attend, -inf elsewhere: float32 [B, 1, 1, Q, C]; layers with the same
+        window size share it."""
         bias = self._biases.get((index, sliding_window))
         if bias is None:
             group = self.groups[index]
@@ -247,8 +247,8 @@ def attend_at_once(
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query attends to at least one key.
         call: The layer's parameters. Its soft cap and sinks are applied here; its scale is already in the queries, its
             window in the bias.
-        prefix: Keys and values that come before these and are the same for all sequences. They are read only once, by
-            one product whose rows are the queries of all sequences.
+        prefix: Keys and values at the positions before `keys_BKDC`, the same for all sequences. They are read only
+            once, by one product whose rows are the queries of all sequences.
     """
     batch, queries, heads, _ = query_BQHD.shape
     kv_heads, num_shared = keys_BKDC.shape[1], 0 if prefix is None else prefix.keys.shape[2]
@@ -272,7 +272,8 @@ def attend_at_once(
 
 
 def _all_rows(x: Tensor, batch: int) -> Tensor:
-    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with what these share."""
+    """[B * K, R, N] to [K, B * R, N]: the rows of all sequences together, for products with keys or values that all
+    sequences share."""
     kv_heads = len(x) // batch
     return x.view(batch, kv_heads, *x.shape[1:]).transpose(0, 1).reshape(kv_heads, -1, x.shape[-1])
 

@@ -83,7 +83,7 @@ class Outbox:
 
 
 def deliver(replies: list[EngineReply]) -> None:
-    """Set the futures of answered replies; called in their event loop."""
+    """Resolve the futures of replies that have an answer. Called in the event loop of these futures."""
     for reply in replies:
         if reply.future.done():
             continue

@@ -19,7 +19,7 @@ _QUANTUM = 16
 _SHORTEST = 16
 """Minimum number of sequences in a range."""
 _RANGE_BYTES = 1 << 20
-"""Number of bytes of keys that are read in the time that starting one more range takes."""
+"""Starting one more range takes as long as reading this many bytes of keys."""
 _PAIRS = 1 << 16
 """Maximum number of (query, key) pairs of prompts that attend together: 256 KB of scores per head."""
 _COPY = 3
@@ -72,7 +72,8 @@ def ragged_groups(
     device: torch.device,
     ids: Int32 | None = None,
 ) -> list[AttentionGroup]:
-    """The groups of any other pass: ranges of slots with one new token each, then groups of prompts of similar length.
+    """The groups of a pass that is not deterministic: ranges of slots with one new token each, then groups of prompts
+    of similar length.
 
     Args:
         layout: The place of each token.
@@ -156,7 +157,7 @@ class SlotRange:
         return min(self.num_slots, _COPY * (self.last - self.first)) * self.longest
 
     def joined(self, other: SlotRange) -> SlotRange:
-        """This range merged with the next one."""
+        """This range merged with `other`, the range after it."""
         return SlotRange(
             first=self.first,
             last=other.last,
@@ -174,7 +175,8 @@ def slot_ranges(slots: Slots, lengths: Rows, bytes_per_key: int) -> list[SlotRan
         bytes_per_key: Bytes of one position's keys and values in one layer.
 
     Example:
-        16 sequences of 1000 keys followed by 48 sequences of 100 keys, at 512 bytes, become two ranges, of 16 and 48.
+        With 512 bytes per key, 16 sequences of 1000 keys followed by 48 sequences of 100 keys become two ranges, one of
+        16 and one of 48 sequences.
     """
     done: list[SlotRange] = []
     for first in range(0, len(slots), _SHORTEST):

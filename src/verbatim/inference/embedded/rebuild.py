@@ -1,4 +1,5 @@
-"""After new weights have emptied the caches: recomputes a prefix that several sequences in flight share only once."""
+"""After new weights have emptied the caches: computes each prefix that several sequences in flight share a single time
+for all of them."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ def leaders(table: SlotTable, slots: Iterable[int]) -> dict[int, Leader]:
     """The leader of each slot whose sequence shares at least `WAIT_FOR_PREFIX` first tokens with another sequence.
 
     If sequences are sorted by their ids, each shares its longest prefix with the sequence before it. If several
-    sequences share a prefix of that length, the first of them leads. So a sequence has a leader that waits itself only
-    if there is no other choice.
+    sequences share a prefix of that length, the first of them leads. So a leader that must wait for its own leader is
+    chosen only if there is no other choice.
 
-    Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader, and
-    leads the second with 64 tokens and the third with 32.
+    Example: let each letter be 32 equal tokens; "AB", "ABC" and "AD" are three sequences. The first has no leader. It
+        computes 64 tokens for the second and 32 tokens for the third.
     """
     order = sorted(slots, key=lambda slot: _known(table, slot).tobytes())
     found: dict[int, Leader] = {}

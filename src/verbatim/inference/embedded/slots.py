@@ -19,13 +19,13 @@ Drawn: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32], KeptSets | None
 The kept sets are None if no slot needs them."""
 
 WAIT_FOR_PREFIX = 32
-"""A request waits for one step, and then copies a prefix, if another sequence is about to compute at least this many
-more of the request's prompt tokens than any cache holds."""
+"""If another sequence is about to compute a prefix of a request's prompt that is at least this many tokens longer than
+any cached prefix, the request waits for one step and then copies that prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPlacement:
-    """The slot of a request and its cached prefix."""
+    """The slot for a request, and the cached prefix with which the request begins."""
 
     slot: int
     """An idle slot of the batch."""
@@ -59,8 +59,8 @@ class SlotTable:
         self.limit = np.zeros(slots, dtype=np.int64)
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
-        """If experts are recorded: length of the prefix whose experts were recorded with older weights than those with
-        which its keys were computed."""
+        """If experts are recorded: length of the prefix whose keys were recomputed with newer weights, while its
+        experts are still those recorded with older weights."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)
@@ -228,15 +228,17 @@ class SlotTable:
         return int(self.length[slot] - self.prompt_length[slot])
 
     def stopped(self, slots: Slots) -> NDArray[np.bool_]:
-        """True for slots whose last id is one of their stop ids. Stop ids are sets, so many cost no more than a few."""
+        """True for slots whose last id is one of their stop ids. A slot's stop ids are a set, so the number of stop ids
+        does not affect the cost."""
         last = self.ids[slots, self.length[slots] - 1].tolist()
         hits = [token in self.stop_ids[slot] for slot, token in zip(slots.tolist(), last, strict=True)]
         return np.array(hits, dtype=np.bool_)
 
     def snapshot(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Lengths and cached lengths of all sequences, which `restore` resets if a pass fails."""
+        """Lengths and cached lengths of all sequences. If a pass fails, `restore` puts them back."""
         return self.length.copy(), self.computed.copy()
 
     def restore(self, before: tuple[NDArray[np.int64], NDArray[np.int64]]) -> None:
-        """Undo a failed pass. It will sample the same tokens again, because randomness depends only on position."""
+        """Undo a failed pass. The repeated pass samples the same tokens, because randomness depends only on seed and
+        position."""
         self.length[:], self.computed[:] = before

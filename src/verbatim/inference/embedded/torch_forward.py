@@ -28,7 +28,7 @@ differently."""
 
 
 class TorchForward:
-    """Forward passes in PyTorch of any model whose attention goes through a plan.
+    """Forward passes in PyTorch, for any model that lets an `AttentionPlan` compute its attention.
 
     Args:
         model: The model.

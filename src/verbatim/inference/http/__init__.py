@@ -1,1 +1,1 @@
-"""Samplers over HTTP: the protocol, the client, a sampler that uses them, and the server."""
+"""Samplers over HTTP: the protocol, the client, a sampler that sends its requests with the client, and the server."""

@@ -320,7 +320,7 @@ class SamplerApp:
         return contained
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
-        """Refuse an unknown path or method in the format of the path's protocol."""
+        """Refuse an unknown path or method, with an error in the format of the path's protocol."""
         assert isinstance(error, HTTPException)
         texts = {
             404: f"there is nothing at {brief(request.url.path)}",

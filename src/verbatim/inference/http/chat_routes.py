@@ -55,7 +55,7 @@ class ChatRoutes:
         decode: The renderer's `decode`; called on the sampler's thread to find stop strings. None without a renderer.
         model: The model's name in requests.
         limits: Limits of one client.
-        options: Which unenforceable fields are accepted, and the limit on replies.
+        options: Which unenforceable fields are accepted, and the maximum number of replies per response.
         draw_seed: Returns a random seed for requests that have none.
         stopped: Set when the server stops.
     """

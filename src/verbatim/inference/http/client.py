@@ -269,7 +269,8 @@ class HttpClient:
         return self._loops[loop]
 
     def _open_session(self) -> aiohttp.ClientSession:
-        """A session for this event loop. It connects on demand and keeps no cookies. `slots` limits its connections."""
+        """A session for this event loop. It connects on demand and keeps no cookies. `_LoopState.slots` limits the
+        number of its connections."""
         import aiohttp
 
         return aiohttp.ClientSession(

@@ -1,7 +1,7 @@
 """Writes and reads requests and completions as JSON, in the format of vLLM's token endpoint with extensions.
 
 A float32 is converted to the equal double and written as its shortest decimal, so logprobs survive bit for bit. Our
-clients request packed responses (see `packed`) and can read both forms.
+clients request packed responses (see `packed`), and can also read responses that are not packed.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ def check_completion(completion: Completion) -> None:
 
 
 def read_completion(body: object, told_version: int | None = None) -> tuple[Completion, Mapping[str, Any] | None]:
-    """(the completion in a response, the additions of our servers or None if the response is from a different server).
+    """(the completion in a response, the additions of our servers). The additions are None if the server is not one of
+    ours.
 
     Args:
         body: The parsed response.

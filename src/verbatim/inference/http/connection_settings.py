@@ -60,7 +60,7 @@ def check_key(key: object) -> None:
 
 def key_variable(url: str, named: str | None) -> str | None:
     """The environment variable that holds the key for this address: `named`, or OPENAI_API_KEY for OpenAI's own server.
-    OPENAI_API_KEY is never sent to another server unless `named` asks for it.
+    Any other server gets OPENAI_API_KEY only if `named` is "OPENAI_API_KEY".
 
     >>> key_variable("https://api.openai.com/v1", None), key_variable("http://localhost:8000/v1", None)
     ('OPENAI_API_KEY', None)
@@ -80,7 +80,8 @@ def account_headers(url: str) -> dict[str, str]:
 
 
 def named_key(url: str, named: str | None) -> str | None:
-    """The key in the environment variable `key_variable(url, named)`; None if there is no such variable.
+    """The key in the environment variable `key_variable(url, named)`; None if no variable applies or OPENAI_API_KEY is
+    not set.
 
     Raises:
         UsageError: the variable `named` is empty.

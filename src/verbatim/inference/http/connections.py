@@ -28,8 +28,9 @@ _GRACE, _POLL = 5.0, 0.01
 """Seconds that requests in flight get to finish when the server stops, and seconds between two checks whether they have
 finished."""
 _HEAD_AT_ONCE, _CHUNKS_AT_ONCE, _BODY_AT_ONCE = 2**12, 2**14, 2**18
-"""Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed. After a head
-there may be thousands of tiny chunks, which are parsed one by one."""
+"""Maximum bytes read in one pass of the event loop. A body with a content-length is passed on unparsed, so its limit is
+the highest. The bytes after a head may be thousands of tiny chunks, which are parsed one by one, so the other limits
+are lower."""
 _LINGER, _DISCARDED = 2.0, 2**22
 """Limits, in seconds and in bytes, for reading and discarding what the client still sends after a refusal. Closing a
 connection with unread bytes resets it, and the client may then never see the response."""
@@ -160,8 +161,8 @@ class ClientConnection(H11Protocol):
 
         Args:
             size: Number of bytes received.
-            payload: Number of these bytes that belong to the body; None if they include the request's head, so that it
-                is unknown.
+            payload: Number of these bytes that belong to the body; None if the bytes include the request's head,
+                because then this number is unknown.
         """
         if not self._table.limits.takes_chunks:
             self._end_body()
@@ -194,8 +195,8 @@ class ClientConnection(H11Protocol):
             self._table.waits(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, or with 431 a head that is too long, after the same delay as other
-        refusals."""
+        """Refuse bytes that are not HTTP (status 400) or a head that is too long (status 431). The refusal is delayed
+        by `refusal_seconds`, like every refusal."""
         if not self._refused:
             self._refused = True
             self.flow.pause_reading()

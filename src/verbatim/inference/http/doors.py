@@ -42,7 +42,7 @@ class Pace:
 
 
 class OpenConnection(Protocol):
-    """The interface of an open connection that the table needs."""
+    """What the table needs to know about an open connection, and to do with it."""
 
     group: str
     """Name of the connection's door, or else the client's host."""
@@ -85,8 +85,8 @@ class ConnectionTable:
         self.num_queued = 0
         """Number of connections that are accepted but have not begun."""
         self._waiting: dict[str, dict[OpenConnection, None]] = {}
-        """Idle connections by group. The inner dict serves as an ordered set, in which the longest idle connection is
-        first."""
+        """Idle connections by group. The inner dict serves as an ordered set, in which the connection that has been
+        idle longest is first."""
         self._sizes: Counter[str] = Counter()
 
     @property
@@ -125,8 +125,8 @@ class ConnectionTable:
                 del self._waiting[connection.group]
 
     def evict(self, group: str | None = None) -> bool:
-        """Close the connection that has been idle longest in this group, or if None in the group with the most idle
-        connections. Returns False if there is no idle connection."""
+        """Close the connection of this group that has been idle longest. If `group` is None, the group with the most
+        idle connections is used. Returns False if there is no idle connection."""
         if group is None:
             group = max(self._waiting, key=lambda name: len(self._waiting[name]), default=None)
         for connection in self._waiting.get(group or "", ()):
