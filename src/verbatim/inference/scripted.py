@@ -59,8 +59,8 @@ class ScriptedSampler:
     seconds_per_token: float = 0.0
     """Delay in seconds before each token. Even with 0, other tasks run between tokens."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    """Called and awaited with that delay before each token. A test can pass a function of its own to control when
-    tokens are sampled."""
+    """Called and awaited with `seconds_per_token` before each token. A test can pass a function of its own to control
+    when tokens are sampled."""
     policy_version: int = 0
     """The current policy version. Each token gets the version that is current when it is sampled."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)

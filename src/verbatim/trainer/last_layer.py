@@ -61,8 +61,8 @@ class Wanted:
 
 
 def family_of(module: nn.Module, kind: str) -> str | None:
-    """The supported family that a module of this `kind`, sharded or not, belongs to; None if it belongs to no supported
-    family."""
+    """The supported family of a module of this `kind`; None if its class belongs to no supported family. The module may
+    be sharded."""
     # FSDP replaces a module's class by a subclass of its own; the first other class is the model's.
     own = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
     return next((f for f in KNOWN if (own.__module__, own.__name__) == (_home(f), f"{f}{kind}")), None)

@@ -17,7 +17,8 @@ from verbatim.trainer.worker import TrainerWorker
 
 
 class LocalTrainer:
-    """A `transport.TrainerLink` to a trainer in this process. The event loop stays responsive while it computes."""
+    """A `transport.TrainerLink` to a trainer in this process. The event loop stays responsive while the trainer
+    computes."""
 
     def __init__(self, worker: TrainerWorker, *, num_threads: int | None = None) -> None:
         self._worker = worker

@@ -307,7 +307,7 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
     reads another layer's weight directly, it bypasses that layer's adapter, and the two policies differ.
 
     Raises:
-        ModelError: they differ.
+        ModelError: the tiny copy computes something else with adapters than with merged weights.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -44,7 +44,7 @@ def packing_for(model: CausalLM, packing: str) -> str:
 
     Raises:
         ModelError: in rows or in the configured packing, the tiny copy's logprobs or gradient differ from those of
-            `transformers`; or weights that it saves do not load again.
+            `transformers`; or weights saved from the tiny copy cannot be loaded again.
     """
     if model.rows_alone:  # `transformers` itself computes each row in a forward pass, so there is nothing to compare
         _refuse_without_gradient(model)

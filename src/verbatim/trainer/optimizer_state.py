@@ -3,7 +3,7 @@ writes its own rows.
 
 ```
 optimizer.safetensors                      one process: {parameter}/{step, exp_avg, exp_avg_sq}
-optimizer-00002-of-00003.safetensors       rank 1 of 3: the same, with its rows of the moments alone
+optimizer-00002-of-00003.safetensors       rank 1 of 3: the same keys, with only this rank's rows of the moments
 ```
 
 The metadata of a rank's file has the key `rows`, a JSON object: for each parameter, the index of the file's first row

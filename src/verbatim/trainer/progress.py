@@ -56,7 +56,8 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Traine
         fingerprints: Fingerprints of the current frozen models' weights, by stream.
 
     Raises:
-        CheckpointError: the file is missing, has another format version, or a frozen model has other weights.
+        CheckpointError: the file is missing or has an unknown format version, or the weights of a frozen model have
+            changed.
     """
     path = folder / STATE_FILE
     try:

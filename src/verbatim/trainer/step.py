@@ -188,7 +188,7 @@ class GradientPass:
         """dL/dlogprob of this rank's targets, for trajectories that lie entirely in these batches.
 
         Ranks that share the batches compute the same loss from the logprobs of all targets. Only one of these ranks
-        adds it to the loss and the metrics; otherwise it would be counted once per rank.
+        adds this loss to `loss_sum` and the metrics; otherwise the loss would be counted once per rank.
         """
         batches, speaks = [batch.whole for batch in shared], all(batch.speaks for batch in shared)
         grads = [torch.zeros_like(logprobs_M) for logprobs_M in logprobs]

@@ -83,8 +83,9 @@ def assign_advantages(
     """The group, with advantages added to its completed trajectories.
 
     If agents have their own rewards, the function is called once for each of these agents, with rollouts that contain
-    only this agent's turns and reward, and once for all other agents together, with `reward`. A length penalty applies
-    to the same rollouts. The advantage returned for a rollout then goes to the turns that this rollout contains.
+    only this agent's turns and reward, and once for all other agents together, with rollouts that contain their turns
+    and the trajectory's `reward`. A length penalty is applied to these partial rollouts. The advantage returned for a
+    rollout then goes to the turns that this rollout contains.
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
     never reaches the trainer. A bad reward does not count in any baseline. A length penalty changes only the rewards

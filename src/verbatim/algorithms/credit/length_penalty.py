@@ -68,7 +68,7 @@ def above_target(rewards: Sequence[float], costs: Sequence[int], *, target: int,
 
 
 def with_relative_bonus(rewards: Sequence[float], costs: Sequence[int]) -> list[float]:
-    """`s (1 + bonus)` for those of the group's best rollouts that are shorter than the average of its best rollouts.
+    """`s (1 + bonus)` for each of the group's best rollouts that is shorter than the best rollouts are on average.
 
     ```
     correct = (s = max s)

@@ -28,7 +28,7 @@ class Share:
 def agents_with_rewards(rollouts: Sequence[Trajectory]) -> list[str | None]:
     """The agents with their own rewards, ordered by name, then None for all other agents together.
 
-    None is left out if no turn of the other agents may be trained.
+    The list has no None if no turn of the other agents may be trained.
 
     Example: rollouts with turns of the agents "a" and "b", where "b" has its own reward, give `["b", None]`. Rollouts
     without agent rewards give `[None]`.

@@ -27,13 +27,13 @@ class PoolRules:
     """The rules by which examples go to pools and return."""
 
     easy_threshold: float | None = None
-    """An example with this mean reward or more is easy; None if no example is."""
+    """An example with this mean reward or more is easy; None if no example counts as easy."""
     hard_threshold: float | None = None
-    """An example with this mean reward or less is hard; None if no example is."""
+    """An example with this mean reward or less is hard; None if no example counts as hard."""
     easy_fraction: float = 0.0
     """Share of the easy examples that return to sampling on resume, or when all examples are pooled."""
     hard_fraction: float = 0.0
-    """Share of the hard examples that return to sampling in the same cases."""
+    """Share of the hard examples that return to sampling on resume, or when all examples are pooled."""
     window: int = 1
     """Number of an example's latest groups over which the mean reward is taken."""
 
@@ -89,7 +89,8 @@ class DifficultyPools:
             self._evicted[env, pool] += 1
 
     def lift(self, env: str, rng: np.random.Generator) -> list[str]:
-        """Return a random share of the pooled examples to sampling, at least one per pool if its share is above 0."""
+        """Return a random share of the pooled examples to sampling, at least one per pool if the pool's share is above
+        0."""
         lifted: list[str] = []
         for pool, fraction in zip(POOLS, (self._rules.easy_fraction, self._rules.hard_fraction), strict=True):
             members = self.members(env, pool)
@@ -103,8 +104,8 @@ class DifficultyPools:
     def metrics(self) -> dict[str, float]:
         """The metrics of the pools, by name.
 
-        `pool/{env}/{easy,normal,hard}` are the current shares of the dataset. `evicted_examples/{env}/{easy,hard}` are
-        the shares of the groups since the last call whose example went to the easy or hard pool.
+        `pool/{env}/{easy,normal,hard}` are the current shares of the dataset. `evicted_examples/{env}/{easy,hard}`: of
+        the groups that finished since the last call, the share whose example went to the easy or hard pool.
         """
         found: dict[str, float] = {}
         for env, ids in self._ids.items():

@@ -98,7 +98,8 @@ class ExampleSchedule:
         return envs[int(self._rng.choice(len(envs), p=weights / weights.sum()))]
 
     def _draw_example(self, env: str) -> str | None:
-        """The next example of the pass that is not pooled, or None if all examples are pooled, even after lifting."""
+        """The next example of the current pass, skipping pooled examples; None if all examples are pooled, even after
+        lifting."""
         if (example_id := self._pop(env)) is not None:
             return example_id
         ids = self.pools.members(env, "normal") or self._lift(env)

@@ -36,8 +36,8 @@ def cispo_loss(
         kl_ref: Estimator of the reference KL term.
 
     Returns:
-        The loss, and as metrics those of `ratio_metrics` (with no masked tokens) and `clipped_{low,high}`, shares of
-        the trained tokens.
+        The loss; the metrics of `ratio_metrics`, where `masked_by_loss` is 0; and `clipped_{low,high}`, the shares of
+        trained tokens whose weight is clipped at each bound.
 
     Raises:
         ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.

@@ -35,7 +35,7 @@ def gspo_loss(
         eps_low: A trajectory with A < 0 has no gradient once its ratio is below 1 - eps_low.
         eps_high: A trajectory with A > 0 has no gradient once its ratio is above 1 + eps_high.
         kl_ref_tau: Weight of the reference KL term (`reference_term`), which is averaged over the trajectory's tokens
-            like the other term; 0 to use no reference.
+            like the surrogate; 0 to use no reference.
         kl_ref: Estimator of the reference KL term.
 
     Returns:

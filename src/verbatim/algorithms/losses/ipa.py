@@ -12,7 +12,7 @@ from verbatim.core.errors import ComponentError
 def ipa_loss(
     inputs: LossInputs, *, max_ratio: PositiveFloat = 2.0, kl_ref_tau: NonNegativeFloat = 0.0, kl_ref: Estimator = "k2"
 ) -> LossOutputs:
-    """The sum over one trajectory's chunks.
+    """The sum of the terms of one trajectory's chunks.
 
     ```
     rho_c  = exp(mean_{t in c}(l - m))         l trainer_logprobs, m inference_logprobs; detached
@@ -22,8 +22,8 @@ def ipa_loss(
     ```
 
     G_c is the advantage of the chunk's tokens. Chunks are identified by `chunk_ids` alone: adjacent chunks are not
-    merged, and an untrained token does not split a chunk. Good chunks are reinforced with
-    full weight. Bad chunks are suppressed with a weight that decreases as the chunk becomes less likely.
+    merged, and an untrained token does not split a chunk. Chunks with G > 0 are reinforced with full weight. Other
+    chunks are suppressed with a weight that decreases as the chunk becomes less likely.
 
     Example: chunk 0 has tokens with `l - m = log 0.25` and `log 1`, so `rho = 0.5`; chunk 1 has a token with `log 3`.
     With `G = -1` for both, the gradient is 0.5 at each token of chunk 0, and 0 in chunk 1, which is dropped.

@@ -36,7 +36,7 @@ def opd_loss(
         kl_ref: Estimator of the reference KL term.
 
     Returns:
-        The loss, and as metrics those of `ratio_metrics` (with no masked tokens), `teacher_kl` = mean(l - t), and
+        The loss; the metrics of `ratio_metrics`, where `masked_by_loss` is 0; `teacher_kl` = mean(l - t); and
         `clipped_high`, the share of tokens whose ratio is clamped.
 
     Raises:

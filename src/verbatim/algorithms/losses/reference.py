@@ -1,4 +1,5 @@
-"""The KL term to a frozen reference model. The stream "reference" has its logprobs of the sampled tokens."""
+"""The KL term to a frozen reference model. The logprob stream "reference" has that model's logprobs of the sampled
+tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DELTA = 8.0
 
 @dataclass(frozen=True, eq=False)
 class ReferenceTerm:
-    """The parts of the reference KL term to include in a loss."""
+    """The reference KL term in two parts, both of which a loss has to include."""
 
     penalty: Tensor | float = 0.0
     """What is subtracted from each token's advantage before anything else: float [M], detached."""

@@ -43,8 +43,8 @@ def to_json(body: Mapping[str, Any]) -> bytes:
 
 
 def check_head(request: Request, most: int, limits: ConnectionLimits) -> None:
-    """Refuse a request whose head announces a body of more than `most` bytes, a chunked body if these are not accepted,
-    or a compressed body, which may be small on the wire and huge once decompressed."""
+    """Refuse a request whose head announces a body of more than `most` bytes, a chunked body if the limits do not
+    accept chunked bodies, or a compressed body, which may be small on the wire and huge once decompressed."""
     encodings = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encodings.lower() not in ("", "identity"):
         raise Refused(
@@ -126,9 +126,9 @@ class StopEvent(asyncio.Event):
 async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any, Any, T]) -> T:
     """Run the work for a request, and cancel it if the client disconnects or the server stops.
 
-    The work runs in the caller's task, because a task of its own would cost tens of microseconds. A cancellation by
-    `end` therefore has to be distinguished from a cancellation of the caller's task. As in `asyncio.timeout`, this is
-    done by the count of `task.cancelling()`.
+    The work runs in the caller's task, because a task of its own would cost tens of microseconds. So this function
+    cancels the caller's task to end the work, and has to distinguish its own cancellation from one that comes from
+    outside. As in `asyncio.timeout`, it compares the counts of `task.cancelling()`.
 
     Args:
         receive: ASGI `receive` of the request, whose body has been read.

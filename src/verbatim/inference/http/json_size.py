@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from verbatim.core.errors import UsageError
 
 MOST_VALUES = 2**18
-"""Default maximum number of values in a body. A body with 20,000 messages has about half as many."""
+"""Default maximum number of values in a body. A body with 20,000 messages has about half of this number."""
 MOST_DEPTH = 900
 """Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read the body. Fields
 have a much lower limit of their own."""
@@ -72,8 +72,8 @@ def json_size(data: bytes | bytearray, most_values: int | None = None) -> tuple[
 
 
 def _ends_of_texts(window: NDArray[np.uint8], num_before: int) -> tuple[NDArray[np.bool_], int]:
-    """Mark the quotes that begin or end a string, which follow an even number of backslashes. `num_before` is the
-    number of consecutive backslashes right before the window. Also returns that number for the next window."""
+    """Return (a mask of the quotes that begin or end a string, `num_before` for the next window). Such a quote follows
+    an even number of backslashes. `num_before` is the number of consecutive backslashes right before the window."""
     places = np.arange(len(window), dtype=np.int32)
     last_other = np.maximum.accumulate(np.where(window != _BACKSLASH, places, np.int32(-1 - num_before)))
     before = np.empty_like(places)

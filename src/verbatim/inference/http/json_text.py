@@ -15,7 +15,7 @@ from verbatim.inference.http.keys_twice import check_keys
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LONG_NUMBER = re.compile(rb"\d{19}")
-"""Minimum number of digits of an integer with more than 64 bits."""
+"""Matches 19 digits in a row. An integer with more than 64 bits has at least this many."""
 
 
 def read_value(data: bytes | bytearray, most_values: int = MOST_VALUES) -> Any:

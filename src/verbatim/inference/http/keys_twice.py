@@ -49,8 +49,8 @@ def _has_as_many(data: bytes | bytearray, value: object) -> bool:
 
 
 def _is_written_so(data: bytes | bytearray, value: object) -> bool:
-    """True if the body equals what orjson writes for the value. This is so for clients in JavaScript and for most
-    clients in Python."""
+    """True if the body equals what orjson writes for the value. The bodies of clients in JavaScript and of most clients
+    in Python pass this check."""
     import orjson
 
     try:

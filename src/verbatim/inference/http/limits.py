@@ -66,7 +66,7 @@ class ServerLimits(ConnectionLimits):
         return self._at_most(_LARGEST_BODY)
 
     def small_body(self) -> int:
-        """Maximum bytes of any other request."""
+        """Maximum bytes of a request that has no token ids, no conversation and no part of an upload."""
         return self._at_most(_OVERHEAD)
 
     def _at_most(self, size: int) -> int:

@@ -53,9 +53,9 @@ class HttpSampler:
         model: The model's name in requests; None to leave it out.
         context_length: Maximum number of tokens in prompt and completion together; None to query the server.
         vocab_size: Size of the vocabulary; None to query the server, which only our own servers support.
-        policy_version: Version of the server's current weights; None to query the server. With vLLM, the version of
-            weights whose name is not a number. One such name is "default", for the weights that the server was started
-            with.
+        policy_version: Version of the server's current weights; None to query the server. With vLLM: the version to
+            assume for weights that vLLM labels with a text that is not a number, such as "default" (the weights that
+            the server was started with).
         processed_logprobs: True if vLLM was started with `--logprobs-mode processed_logprobs`.
         returns_kept_sets: True if vLLM was started with `--return-sampling-mask`; it then refuses requests at
             temperature 0 or without `top_k`.

@@ -37,8 +37,8 @@ def last_logprob_body(token_ids: Int32, model: str | None, cache_salt: str | Non
     """The body of a request for the logprob of the last id. It is an ordinary request, with the ids before the last as
     the prompt, so that it reads and writes the prefix cache.
 
-    vLLM 0.32 returns as many entries as `logprobs` says, the sampled token's entry first, so the id is listed twice to
-    be among them. A `top_k` above the size of the vocabulary cuts nothing."""
+    vLLM 0.32 returns at most `logprobs` = 2 entries, the first of which is always for the sampled token. The last id is
+    listed twice, so that it is among them. A `top_k` above the size of the vocabulary cuts nothing."""
     last = int(token_ids[-1])
     asked = {**_NEUTRAL, "top_k": INT32_END - 1, "logprobs": 2, "logprob_token_ids": [last, last]}
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}

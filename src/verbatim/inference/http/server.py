@@ -68,17 +68,18 @@ async def serve_sampler(
             code may use the renderer meanwhile. Its `decode` is called on the sampler's thread to find stop strings.
         model: The model's name in requests.
         api_key: Key that requests must carry as a bearer token; None if no key is required.
-        seed: Seed for the generator of the seeds of requests that have none; None for different seeds each time.
+        seed: Seeds the generator that draws a seed for each request without one. None: the drawn seeds differ from run
+            to run.
         limits: Limits of the server; None for the defaults.
-        weights_folder: Weights are accepted only from folders in this one. If None, they are accepted from any folder,
-            but only with the key.
+        weights_folder: Weights are accepted only from subfolders of this folder. If None, they are accepted from any
+            folder, but only with the key.
         uploads: Folder for weights that are uploaded with the key; None to refuse uploads.
         allow_hosts: Host names that requests may use in addition to IP addresses, `host` and "localhost"; "*" allows
             any. Checked only if there is no key.
         chat_processes: Number of processes that render conversations. With 0, rendering runs on a thread, where one
             long or hostile conversation slows down everything else in this process.
-        options: Which unenforceable fields of chat requests are accepted, and the limit on replies; None for the
-            defaults.
+        options: Which unenforceable fields of chat requests are accepted, and the maximum number of replies per
+            response; None for the defaults.
 
     Raises:
         UsageError: the extra `serve` is not installed, `uploads` is set without a key, the address is in use or does

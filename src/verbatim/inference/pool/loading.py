@@ -90,8 +90,8 @@ async def load_and_check(
         target: The weights that it has to hold.
         limits: The timeouts.
         line: Limits how many replicas are checked at the same time.
-        prepare: True to let the check prepare the replica before loading. It must be False if the replica sleeps or its
-            last update failed, because it then cannot compute anything.
+        prepare: True to let the check prepare the replica before loading. Must be False if the replica sleeps or its
+            last update failed, because such a replica cannot compute anything.
 
     Returns:
         Why the replica does not hold these weights; None if it holds them.

@@ -162,7 +162,7 @@ class ReplicaIncarnation:
         """Wait until the future is done or this incarnation is over.
 
         `asyncio.wait` is not used, because it would add a callback to `over` for each request in flight, and removing
-        one callback takes time linear in their number.
+        one callback takes time linear in the number of callbacks.
         """
         if future.done() or self.over.done():
             return
@@ -221,7 +221,7 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 def _drawn(asking: asyncio.Future[Any]) -> int | None:
-    """Number of tokens known to have been sampled for a request, or None if it is unknown."""
+    """Number of tokens sampled for a request, or None if this number is unknown."""
     if not asking.done():
         return None
     if asking.cancelled():

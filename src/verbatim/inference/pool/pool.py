@@ -38,8 +38,8 @@ from verbatim.inference.validation import check_ids, check_prompt, check_tempera
 T = TypeVar("T")
 
 MOST_ATTEMPTS = 4
-"""Maximum number of replicas that a request is sent to. If all of them are lost, the request fails, because it may be
-what kills them."""
+"""Maximum number of replicas that a request is sent to. If all of them are lost, the request fails, because the request
+itself may be what kills the replicas."""
 MOST_FAULTS = 2
 """Number of replicas that may fail on a request while they stay alive. After that many failures, the request fails."""
 CLOSED = "the sampler is closed; create a new one"

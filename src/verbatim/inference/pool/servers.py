@@ -75,8 +75,8 @@ class FoundServers:
 
     Args:
         urls: The servers' root URLs.
-        connect: Makes a replica from a server's root URL, the replica's name for messages, and the policy version. It
-            does not send a request yet.
+        connect: Makes a replica from a server's root URL, the replica's name for messages, and the policy version. This
+            call sends no request to the server.
         weights: Folder and version of the run's initial weights.
         patience: Seconds within which a lost server must answer again.
         setting: Name of the setting that holds `patience`, for messages: "inference.vllm.start_timeout".
@@ -173,8 +173,8 @@ async def open_pool(servers: Servers, settings: ServerSettings) -> ServerPool:
 
 
 def limits_of(settings: ServerSettings) -> Limits:
-    """The pool's timeouts. The timeouts of a whole update and of a restart exceed those that are set for their parts,
-    so that a part's timeout expires first, and the error names the part."""
+    """The pool's timeouts. The timeouts of a whole update and of a restart exceed the timeouts that the settings have
+    for single phases, so that a phase's timeout expires first, and the error names the phase."""
     least = Limits()
     return Limits(
         silence=settings.health_timeout,
@@ -200,7 +200,7 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
 
 
 class ServerPool(ReplicaPool):
-    """A pool of the replicas of these servers. A restarted server begins with the newest weights."""
+    """A pool with one replica for each server of a `Servers`. A restarted server begins with the newest weights."""
 
     def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights

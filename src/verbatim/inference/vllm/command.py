@@ -30,7 +30,7 @@ restarted."""
 
 RETURN_EXPERTS = "--enable-return-routed-experts"
 RETURN_KEPT_SETS = "--return-sampling-mask"
-"""Both of these need vLLM's V2 model runner, which is not the default on every platform."""
+"""This option and `RETURN_EXPERTS` need vLLM's V2 model runner, which is not the default on every platform."""
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""

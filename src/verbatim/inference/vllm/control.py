@@ -1,4 +1,5 @@
-"""Client for vLLM's routes for reinforcement learning. Only this module knows them; they change between releases.
+"""Client for vLLM's routes for reinforcement learning. Only this module knows these routes, which change between
+releases.
 
 It is written for vLLM 0.32. Each call is one phase of a weight update and has a timeout. It is never retried, because
 only the caller knows the state of the server after a failed phase.

@@ -251,13 +251,13 @@ def open_folder(path: Path) -> PublishedFolder:
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
-    matrix of little-endian 64-bit words with 512 columns. Zeros pad the last row; if all rows are full, a row of zeros
-    is added.
+    """Digest of dtype, shape and bytes. The bytes are read as a matrix of little-endian 64-bit words with 512 columns,
+    and SHA-256 is taken of the matrix's column sums and row sums modulo 2**64. Zeros pad the last row; if all rows are
+    full, a row of zeros is added.
 
-    Computing the digest takes about as long as reading the memory. The digest detects faults, not forgery: it always
-    changes if one to three words change, and also if words change their order, unless the changes cancel in every row
-    and in every column.
+    Computing the digest takes about as long as reading the memory. The digest detects faults, not forgery. It always
+    changes if one to three words change. If more words change, or words change their order, it stays the same only if
+    the changes cancel in every row and in every column.
 
     Example: the 1,024 words 1, 2, ..., 1,024 fill two rows, to which a row of zeros is added. The row sums are 131,328,
         393,472 and 0.

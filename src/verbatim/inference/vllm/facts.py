@@ -142,7 +142,8 @@ def refuse_inexact(
 
 
 def _returned(facts: ServerFacts, *, routed_experts: bool, kept_sets: bool) -> tuple[tuple[bool, str], ...]:
-    """Checks of what completions return in addition to ids and logprobs, as (True if passed, what to do if not)."""
+    """Checks that completions can return routed experts and kept sets. Each check is (True if the server passes, what
+    to do if it does not)."""
     runner = "and the environment variable VLLM_USE_V2_MODEL_RUNNER=1"
     return (
         (

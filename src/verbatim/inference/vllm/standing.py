@@ -66,7 +66,7 @@ class StandingVllm:
         await asyncio.gather(*(process.start(self._start_timeout) for process in self._processes))
 
     async def keep_running(self) -> None:
-        """Restart servers that end, until this is cancelled."""
+        """Restart servers that end, until this call is cancelled."""
         async with asyncio.TaskGroup() as group:
             for process in self._processes:
                 group.create_task(_keep_running(process, self._start_timeout))

@@ -1,9 +1,9 @@
 """Runs one server and ends its descendants: `python subreaper.py SECONDS COMMAND...`.
 
 A server forks workers that outlive it when it is killed. This process adopts these workers (as a Linux "child
-subreaper") and kills all of them once the server has ended, or once its own standard input is closed. The kernel closes
-that pipe when the process that started the subreaper ends, even by SIGKILL. This module imports only the standard
-library.
+subreaper") and kills all of them once the server has ended, or once its own standard input is closed. Standard input is
+a pipe, which the kernel closes when the process that started the subreaper ends, even by SIGKILL. This module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(command: Sequence[str], patience: float = PATIENCE) -> int:
 
 
 def _is_closed(descriptor: int) -> bool:
-    """True if the descriptor is at end of file. Waits for that for up to `_LOOK_EVERY` seconds."""
+    """True if the descriptor is at end of file. Waits up to `_LOOK_EVERY` seconds for the end of file."""
     readable, _, _ = select.select([descriptor], [], [], _LOOK_EVERY)
     return bool(readable) and not os.read(descriptor, 1)
 

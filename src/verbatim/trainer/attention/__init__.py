@@ -1,1 +1,2 @@
-"""Computes attention over packed samples: rows, and prefix trees with C or torch on a CPU and FlexAttention on CUDA."""
+"""Computes attention over packed samples, as rows or as prefix trees. Trees use C or torch on a CPU, FlexAttention on
+CUDA."""

@@ -1,4 +1,5 @@
-"""Computes attention of prefix trees on CUDA with FlexAttention: one kernel that skips blocks no query can see."""
+"""Computes attention of prefix trees on CUDA with FlexAttention: one kernel, which skips blocks of keys that no query
+sees."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def visible_blocks(depths: Int32, ends: Int32, window: int | None) -> tuple[NDAr
     """Return (1) which blocks of [queries, keys] are partly visible and (2) which are fully visible: bool [R, R] each,
     never both true for a block. With a window, a block marked as partly visible may contain no visible pair.
 
-    Example: a row of 256 tokens: `[[T, F], [F, T]]` and `[[F, F], [T, F]]`.
+    Example: a row of 256 tokens gives (1) `[[T, F], [F, T]]` and (2) `[[F, F], [T, F]]`.
     """
     rows = len(ends) // BLOCK
     keys = np.arange(len(ends))

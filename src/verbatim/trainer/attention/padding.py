@@ -18,7 +18,7 @@ class Padding:
     """
 
     def __init__(self, token_of_place: Tensor, real: Tensor, device: torch.device | str) -> None:
-        """Build both index maps.
+        """Build the index maps from places to tokens and from tokens to places.
 
         Args:
             token_of_place: The index of the token that each place holds: int64 [P]. A place of padding may hold any

@@ -61,9 +61,9 @@ def model_cost(config: Any) -> CostModel:
 
     Forward FLOPs per layer: a token costs 2 P, where `P` is the number of linear-layer parameters that it uses (in a
     mixture of experts, only those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys,
-    weights by values). A target costs 2 x width x vocabulary once for the model. Keys missing from the configuration
-    get the usual defaults: the number of query heads for that of key/value heads, and four times the model width for
-    the feed-forward width.
+    weights by values). A target costs 2 x width x vocabulary once for the model. If the configuration does not say the
+    number of key/value heads, it is that of the query heads. If it does not say the feed-forward width, it is four
+    times the model width.
     """
 
     def get(name: str, default: int) -> int:

@@ -34,7 +34,7 @@ class Deal:
     pieces: tuple[tuple[tuple[int, ...], ...], ...]
     """Indices of pieces, by rank and pass. Ranks may have different numbers of passes."""
     costs: tuple[tuple[float, ...], ...]
-    """Sum of the costs of these pieces, by rank and pass."""
+    """Sum of the costs of each entry of `pieces`, by rank and pass."""
 
     @property
     def num_passes(self) -> int:

@@ -115,8 +115,8 @@ def targets_of(rows: Sequence[Row], *, sources: Sequence[Int32], trajectory_ids:
 
     Args:
         rows: The rows of the micro-batch.
-        sources: For each trained token of a row, the index in the micro-batch of the token before it; one array per
-            row.
+        sources: One array per row: for each trained token, the position that the token before it has in the
+            micro-batch.
         trajectory_ids: The trajectory ids; a target refers to its trajectory by the index in this tuple.
     """
     number = {trajectory_id: i for i, trajectory_id in enumerate(trajectory_ids)}

@@ -36,9 +36,9 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     fewest shared tokens have to be repeated. Small pieces are combined into one micro-batch.
 
     Example: the samples `[1, 2, 3]` and `[1, 2, 4, 5]` give `input_ids = [1, 2, 3, 4, 5]`,
-    `position_ids = [0, 1, 2, 2, 3]`, `starts = [0, 1, 2, 3, 4]`, `ends = [5, 5, 3, 5, 5]`; token 1 (the 2 of both) is
-    the source of the targets 3 and 4. If only four tokens fit, the samples become two micro-batches, and the second
-    repeats 2 tokens.
+    `position_ids = [0, 1, 2, 2, 3]`, `starts = [0, 1, 2, 3, 4]`, `ends = [5, 5, 3, 5, 5]`; the token at index 1 (the id
+    2, which both samples share) is the source of the targets 3 and 4. If only four tokens fit, the samples become two
+    micro-batches, and the second repeats 2 tokens.
 
     Args:
         samples: Same as for `pack_rows`.
@@ -96,7 +96,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def _keys(rows: Sequence[Row]) -> list[bytes]:
-    """Sort keys of rows, with `_words(rows)` words of 4 bytes per token."""
+    """One sort key per row. A key has `_words(rows)` 4-byte words for each token."""
     if _words(rows) == 1:
         return [token_order(row.sample) for row in rows]
     keys = []
@@ -141,7 +141,7 @@ def shared_tokens(rows: Sequence[Row]) -> Int64:
     """Number of tokens that each row shares with the row before it; 0 for the first: int64.
 
     Tokens with recorded experts are shared only if the experts are equal. No experts are recorded for a sample's last
-    token, from which nothing is predicted, so the last token can be shared even then.
+    token, from which nothing is predicted, so the last token can always be shared.
     """
     samples = [row.sample for row in rows]
     return np.array([0, *map(_shared, samples, samples[1:])][: len(rows)], dtype=np.int64)
@@ -201,7 +201,7 @@ def _cuts(lengths: Int64, shared: Int64, may_cut: Sequence[bool], budget: int) -
 
 
 def repeated_tokens(batches: Sequence[Sequence[Row]]) -> list[int]:
-    """The number of tokens in each batch that an earlier batch also computes. Rows are in the order of `in_order`.
+    """For each batch, how many of its tokens an earlier batch also computes. Rows are in the order of `in_order`.
 
     Among all earlier rows, a neighbour in sorted order shares the longest prefix; `bisect` finds it.
     """

@@ -191,8 +191,9 @@ class Failures:
         """Context manager: while the block runs, a thread polls for failures of other ranks.
 
         Args:
-            end: Ends this process. Its arguments are (1) the failure to end for, None if the store is gone, and with it
-                rank 0 or the launcher, and (2) `Failures` on the thread's own connection.
+            end: Ends this process. Arguments: (1) the failure because of which this process ends, or None if the store
+                is gone (then rank 0 or the launcher, which served it, is gone too); (2) `Failures` on the thread's own
+                connection.
             patience: Time in seconds that the block has to end on its own once another rank has failed or the store is
                 gone.
         """
@@ -221,8 +222,8 @@ class Failures:
             over.set()
 
     def _of_another(self) -> Failure | None:
-        """The failure of a rank other than this one, whose process has ended or which recorded the first failure; None
-        if there is none."""
+        """The failure of another rank than this one: a rank whose process has ended, or else the rank that recorded the
+        first failure. None if there is no such rank."""
         for rank, how in self._ended().items():
             return Failure(rank=rank, said=f"it {how}", kind="run")
         first = self.first()

@@ -143,7 +143,8 @@ def _gathered(
 
 
 def _files(model: Any) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file: consecutive units, combined up to the size of the largest unit or `SMALL_FILE`."""
+    """The tensors of each file: consecutive units, combined up to `SMALL_FILE` or, if larger, the size of the largest
+    unit."""
     units = _units(model)
     room = max([SMALL_FILE, *(_num_bytes(unit) for unit in units)])
     file: dict[str, Tensor] = {}

@@ -1,10 +1,10 @@
 """Sequence parallelism: splits a micro-batch's tokens over ranks, for trajectories that do not fit one rank (DeepSpeed
 Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
-Each rank of a group computes a slice of the tokens. Only attention mixes tokens. So before it, an all-to-all turns all
-heads of a slice into some heads of all tokens, and after it, another all-to-all turns them back. In between, the
-attention plan of the whole micro-batch is used unchanged: rows, trees, windows, soft caps and sinks need no support for
-slices.
+Each rank of a group computes a slice of the tokens. Only attention mixes tokens. So before attention, an all-to-all
+turns all heads of a slice into some heads of all tokens, and after attention, a second all-to-all turns them back. In
+between, the attention plan of the whole micro-batch is used unchanged: rows, trees, windows, soft caps and sinks need
+no support for slices.
 """
 
 from __future__ import annotations

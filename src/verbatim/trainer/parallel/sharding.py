@@ -2,7 +2,8 @@
 
 Logprobs of targets are computed in chunks, each with its own backward pass through the head. The head is in the root
 group, which stays gathered from the layers' forward pass to the end of their backward pass. So every chunk sees the
-head's whole weight, the chunks' gradients accumulate on it, and it is gathered and reduced only once per micro-batch.
+head's whole weight, the chunks' gradients accumulate on that weight, and the weight is gathered and reduced only once
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Sharding:
         them.
 
         Raises:
-            ModelError: the model cannot be sharded, or there are too many ranks for it.
+            ModelError: the model cannot be sharded, or there are too many ranks for this model.
             UsageError: `fill` raised it on any rank.
         """
         model.requires_grad_(self._trained)
@@ -162,8 +163,8 @@ class Sharding:
             return self._root(function, **inputs)
 
     def release(self) -> None:
-        """Free the root group's gathered parameters after forward-only passes. FSDP frees them in the backward pass;
-        without one they would survive an update and hold old weights."""
+        """Free the root group's gathered parameters after forward-only passes. FSDP frees these parameters in a
+        backward pass. Without a backward pass, they would survive an update and hold old weights."""
         self._root.reshard()
 
     def most(self, number: int) -> int:

@@ -37,13 +37,14 @@ NEARER = 2.0
 weights."""
 
 STALE_SHARE = 0.1
-"""Logprobs through the prefix cache may differ from logprobs bypassing it by this share of the change that the step
-made to them. With a cache filled by the previous weights they differ by about 0.3 of that change."""
+"""A step changes the probes' logprobs by some amount. Logprobs through the prefix cache and logprobs that bypass the
+cache may differ by this share of that amount. If the previous weights filled the cache, they differ by about 0.3 of
+it."""
 ROUNDING = 4.0
-"""Two computations by the same engine may always differ by this many times the difference between engine and
-trainer..."""
+"""Two computations by the same engine may differ by this many times the difference between engine and trainer, whatever
+the step changed."""
 LEAST_ROUNDING = 0.02
-"""...and by at least this share of the tolerance."""
+"""Two computations by the same engine may differ by this share of the tolerance, whatever the step changed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

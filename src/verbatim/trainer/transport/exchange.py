@@ -138,7 +138,7 @@ class Exchange:
         publish_bytes(self.messages / message_name(number), message_parts(message))
 
     def take_answer(self, number: int) -> Any | None:
-        """Read the answer to a message and remove its file; None if there is no answer yet."""
+        """Read the answer to a message, and remove the answer's file; None if there is no answer yet."""
         path = self.answers / answer_name(number)
         value = read_published_json(path)
         if value is not None:

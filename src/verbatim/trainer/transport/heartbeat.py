@@ -113,7 +113,7 @@ class PeerWatch:
 
     Args:
         path: The other side's heartbeat file.
-        name: Its name in messages: "the trainer".
+        name: Name of the other side in messages: "the trainer".
         heartbeat_timeout: Seconds without a beat until the other process counts as dead or frozen; at least
             `FIRST_BEAT` for the first beat.
         stall_timeout: Seconds without progress until the other process counts as stuck.

@@ -44,7 +44,7 @@ class RemoteTrainer:
         return report
 
     async def save(self, folder: Path, version: int) -> None:
-        """Have the trainer write its state into the exchange, then move it into `folder`."""
+        """Have the trainer write its state into the exchange folder, then move that state into `folder`."""
         left = path_from_json(await self._execute(TrainerMessage(kind="save", version=version)), self._exchange.run)
         assert left is not None
         self._check_state_folder(left)

@@ -22,7 +22,8 @@ def register() -> None:
 
 
 class WeightReport:
-    """Methods of a vLLM worker that `/collective_rpc` calls by name. No state, because it is mixed into the worker."""
+    """Methods of a vLLM worker that `/collective_rpc` calls by name. The class has no state, because it is mixed into
+    the worker's class."""
 
     def verbatim_report(self) -> dict[str, Any]:
         """The report of this worker's last weight update: what its kernels were built from."""

@@ -14,12 +14,12 @@ the second sum."""
 
 
 def digest(tensor: Tensor) -> str:
-    """Digest of dtype, shape and bytes: SHA-256 of the column sums and of the row sums, modulo 2**64, of the bytes as a
-    matrix of 64-bit words with `COLUMNS` columns, padded with zeros.
+    """Digest of dtype, shape and bytes. The bytes are read as a matrix of 64-bit words with `COLUMNS` columns, padded
+    with zeros, and SHA-256 is taken of the matrix's column sums and row sums modulo 2**64.
 
     Computing the digest is as fast as reading the memory, on a CPU and on a GPU. The digest detects faults, not
-    forgery: it always changes if one to three words change or if words change their order. Changes of more words go
-    unnoticed only if they cancel in every row and in every column.
+    forgery. It always changes if one to three words change. If more words change, or words change their order, it stays
+    the same only if the changes cancel in every row and in every column.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     # A tensor can be viewed as 64-bit words only if its start is aligned.

@@ -27,7 +27,8 @@ def are_known(module: nn.Module) -> bool:
 
 
 def places(module: nn.Module, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Each tensor of a checkpoint, with the parameter and the part of it that vLLM loads it into."""
+    """For each tensor of experts in a checkpoint: its name, and where vLLM loads it, as (parameter, part of the
+    parameter)."""
     for param, tensor, expert, shard in module.get_expert_mapping():  # "experts.w13_", "experts.3.up_proj.", 3, "w3"
         place = f"{name}.{param.removeprefix('experts.')}weight", f"{expert}.{shard}"
         yield f"{module.layer_name.removesuffix('experts')}{tensor}weight", place
@@ -56,7 +57,8 @@ def pieces(module: nn.Module, key: str, values: Tensor) -> Iterator[tuple[str | 
 
 
 def build(module: nn.Module, build_kernel: Any) -> None:
-    """Build the kernel. On a CPU, also pack the weights for it, which vLLM does only the first time."""
+    """Build the kernel. On a CPU, also pack the weights for the kernel, because vLLM itself packs only the first
+    weights."""
     kernel = module.quant_method.moe_kernel
     build_kernel(module)
     if kernel is not None and module.w13_weight.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""Adds keys, uploads of weights and packed answers to a vLLM server's HTTP (`--middleware`).
+"""Adds keys, uploads of weights and packed answers to the HTTP interface of a vLLM server (`--middleware`).
 
 vLLM's own key guards only /v1 and /inference, so anyone who reaches the port could pause the server, load other weights
-or call any method of its workers. With this middleware, if VERBATIM_KEY is set, every route but /health requires the
-key in it.
+or call any method of its workers. With this middleware, if the environment variable VERBATIM_KEY holds a key, every
+route but /health requires that key.
 
 Uploads (`verbatim_uploads`) are written to VERBATIM_UPLOADS. The token endpoint returns packed answers
 (`verbatim_vllm_answers`) on request; if vLLM cannot be patched for this, the reason is logged and the server answers in

@@ -1,4 +1,4 @@
-"""Computes the digest of every tensor, by its name in the checkpoint, at the moment when vLLM builds a kernel from it.
+"""Computes the digest of every checkpoint tensor at the moment when vLLM builds a kernel from that tensor.
 
 On a CPU, vLLM packs linear weights into opaque handles and empties the parameter, which cannot be read afterwards.
 Therefore `Watch` wraps `process_weights_after_loading`, which builds the kernels. A layer whose kernel was not rebuilt
@@ -156,8 +156,8 @@ class Watch:
         return build_and_see
 
     def rebuild_heads(self) -> None:
-        """Build the kernels of heads for which vLLM built none. It skips tied heads, which have a kernel of their own
-        on a CPU."""
+        """Build the kernels of heads for which vLLM built none. vLLM skips tied heads, although on a CPU a tied head
+        has a separate kernel."""
         for module, name in self._names.items():
             if isinstance(module, ParallelLMHead) and name not in self._built:
                 module.quant_method.process_weights_after_loading(module)

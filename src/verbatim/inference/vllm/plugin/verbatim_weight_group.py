@@ -36,7 +36,7 @@ _CONNECTING = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
 """Seconds between two checks while waiting: short at first, for small tensors, then doubled up to the maximum."""
 _FOREVER = timedelta(days=365)
-"""Timeout that is given to NCCL. It is too long to be reached, because torch's watchdog would then end the whole
+"""Timeout that is given to NCCL, too long ever to be reached: if it were reached, torch's watchdog would end the whole
 process. `_until` applies the real timeout."""
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -159,7 +159,8 @@ class WeightGroup:
         return group.broadcast([tensor.view(-1).view(torch.uint8)], options)
 
     def _connect(self) -> None:
-        """Connect on a thread, because torch's waits there cannot be interrupted."""
+        """Connect on a separate thread, because torch waits while it connects, and these waits cannot be
+        interrupted."""
         found: list[Any] = []
 
         def connect() -> None:
