@@ -75,10 +75,9 @@ def _rounded_layers(model: Any) -> Iterator[None]:
     """Context manager in which a model's decoder layers round their outputs to bfloat16. If the model is None, nothing
     changes.
 
-    With this context, a second pass shows how far rounding alone moves logprobs. An engine in bfloat16 keeps the
-    residual stream (the sum of all layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its matrix
-    products, but keeps the residual stream in float32. How far the two diverge depends on the model's depth and on how
-    peaked its logits are.
+    This serves to measure how far rounding alone moves logprobs. An engine in bfloat16 keeps the residual stream (the
+    sum of all layers so far) in 8 bits. A trainer in bfloat16 rounds the factors of its matrix products, but keeps the
+    residual stream in float32. How far the two diverge depends on the model's depth and on how peaked its logits are.
     """
     hooks = [] if model is None else [layer.register_forward_hook(_round) for layer in decoder_layers(model)]
     try:
