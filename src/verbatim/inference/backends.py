@@ -26,7 +26,8 @@ class BackendInputs:
     num_threads: int | None = None
     """Number of threads for a backend that computes on this machine; None for one thread per core."""
     cores: CoreShare | None = None
-    """Reports how many threads a backend on this machine may use now; None if it may always use `num_threads`."""
+    """Reports how many threads a backend on this machine may use now; None if the backend may always use
+    `num_threads`."""
     on_weight_update: OnWeightUpdate = "recompute"
     """How the key/value cache of sequences in flight is treated when new weights arrive."""
     return_routed_experts: bool = False
@@ -74,8 +75,8 @@ SERVERS: Mapping[str, str] = {
 already running."""
 STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
 """By backend name: a function `standing(inputs, settings, listening)` that makes standalone servers for runs on other
-hosts. Only backends that compute in processes of their own have one. The result has `urls`, `named`, `start()`,
+hosts. Only backends that compute in separate processes have such a function. The result has `urls`, `named`, `start()`,
 `keep_running()` and `close()`."""
 INSTALLERS: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.install:install_vllm"}
-"""By backend name: a function `install(folder, build, say)`, for backends with a Python environment of their own. It
-returns the path of that environment's interpreter."""
+"""By backend name: a function `install(folder, build, say)`, for backends with a Python environment of their own. The
+function returns the path of that environment's interpreter."""

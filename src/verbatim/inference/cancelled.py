@@ -28,7 +28,7 @@ def cancelled(num_tokens: int, *, num_lost_tokens: int = 0) -> asyncio.Cancelled
 
 
 def num_tokens_drawn(end: BaseException) -> int:
-    """Number of tokens sampled for a call that ended with this error; 0 if the engine does not report it."""
+    """Number of tokens sampled for a call that ended with this error; 0 if the engine does not report this number."""
     return int(getattr(end, "num_tokens", 0))
 
 
@@ -41,7 +41,7 @@ async def settle(futures: Collection[asyncio.Future[Any]]) -> None:
     """Wait until all futures are done, even if the caller is cancelled meanwhile. The cancellation is re-raised at the
     end.
 
-    This is for results that arrive soon and must not be lost, such as the token count of a cancelled request.
+    Used for results that arrive soon and must not be lost, such as the token count of a cancelled request.
     """
     cancelled: asyncio.CancelledError | None = None
     while left := [future for future in futures if not future.done()]:

@@ -1,5 +1,5 @@
-"""A client for the chat completions of an OpenAI-compatible server, with retries and failure counts, and its
-settings."""
+"""A client for the chat completions of an OpenAI-compatible server, and the client's settings. The client retries
+failed requests and counts failures."""
 
 from __future__ import annotations
 

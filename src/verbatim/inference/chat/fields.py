@@ -48,8 +48,8 @@ class Fields:
     without_effect: Collection[str] = ()
     """Fields that change neither prompt nor sampling; any value is accepted."""
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Fields that are accepted only with the listed values, because these have no effect; with an empty list, only null
-    is accepted."""
+    """Fields that are accepted only with the listed values, because these values have no effect. If the list is empty,
+    only null is accepted."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps this protocol's name of a field to the field's name in `UNENFORCEABLE`."""
 
@@ -239,8 +239,8 @@ def check_tool_choice(
 ) -> tuple[str, ...]:
     """Refuse a forced tool call unless the options accept it. Returns the names of the fields that are not enforced.
 
-    Only masking the vocabulary could force a call. That would change the distribution that tokens are sampled from, and
-    the trainer could not recompute their logprobs.
+    A call could be forced only by masking the vocabulary. Masking would change the distribution that tokens are sampled
+    from, and the trainer could not recompute the tokens' logprobs.
     """
     if choice not in ("required", "named"):
         return ()

@@ -128,8 +128,8 @@ class ChatReply:
     stop_reason: StopReason = StopReason.STOP
     """"stop" or "length"."""
     stop_string: str | None = None
-    """The stop string that ended the reply; None if it did not end with a stop string. Its tokens are part of `ids`,
-    but its text is not part of `content` or `reasoning_content`."""
+    """The stop string that ended the reply; None if no stop string ended it. The stop string's tokens are part of
+    `ids`, but its text is not part of `content` or `reasoning_content`."""
     ids: Int32
     """Sampled ids: int32 [C]."""
     logprobs: Float32 | None = None

@@ -11,7 +11,7 @@ from verbatim.inference.chat.responses_tools import INPUT
 
 
 def response_body(request: ChatRequest, stamp: Stamp, reply: ChatReply | None) -> dict[str, Any]:
-    """The response object. If `reply` is None, it is the unfinished response that a stream begins with."""
+    """The response object. If `reply` is None, the object is the unfinished response that a stream begins with."""
     echo = request.echo
     body: dict[str, Any] = {
         "id": f"resp_{stamp.id}",

@@ -98,7 +98,8 @@ class Decoder:
 
     @torch.inference_mode()
     def add(self, request: SampleRequest) -> int | None:
-        """Give a request a slot that starts with its longest cached prefix. Returns None if the request has to wait.
+        """Give a request a slot that starts with the longest cached prefix of the request's prompt. Returns None if the
+        request has to wait.
 
         If this raises, the request has no slot, and all other sequences are unchanged.
         """

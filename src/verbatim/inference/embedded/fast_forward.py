@@ -5,8 +5,8 @@ In a small model, Python code around the layers takes longer than the layers the
     h += o(attend(rope(norm(q(x))), rope(norm(k(x))), v(x)))   with x = rms_norm(h)
     h += down(silu(gate(x)) * up(x))                           with x = rms_norm(h)
 
-from the model's own parameters and position encoding, for the classes in `_KNOWN`. It is used only if its results
-differ from the model's own only by rounding (`disagreement`). Every other model runs its own `forward`.
+from the model's own parameters and position encoding, for the classes in `_KNOWN`. This module is used only if its
+results differ from the model's own by nothing but rounding (`disagreement`). Every other model runs its own `forward`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ROW_MULTIPLE = 16
 """Passes are padded to a multiple of this many rows, because oneDNN prepares a kernel for each number of rows, which
 takes half a millisecond, and keeps only 1,024 kernels."""
 _WORTH_A_CALL = 1 << 20
-"""Number of multiplications from which oneDNN's product is faster than MKL's, despite its call overhead (10 us)."""
+"""Number of multiplications from which oneDNN's product is faster than MKL's, despite oneDNN's call overhead (10
+us)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 from verbatim.models.attention import AttentionCall
 
 BLOCK = 64
-"""Number of keys in a block of block-wise attention. The capacity of a cache is a multiple of it."""
+"""Number of keys in a block of block-wise attention. The capacity of a cache is a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)

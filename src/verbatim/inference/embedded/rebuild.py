@@ -1,5 +1,5 @@
-"""After new weights have emptied the caches: computes each prefix that several sequences in flight share a single time
-for all of them."""
+"""After new weights have emptied the caches: if several sequences in flight share a prefix, one of them computes the
+prefix for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.inference.embedded.slots import WAIT_FOR_PREFIX, Slots, SlotTable
 
 
 class Leader(NamedTuple):
-    """The sequence that computes a prefix for another one, its follower."""
+    """The sequence that computes a prefix for another sequence, the follower."""
 
     slot: int
     arrival: int
@@ -65,7 +65,7 @@ class Rebuild:
         self._table = table
         self._copy = copy
         self._leaders: dict[int, tuple[int, Leader]] = {}
-        """By slot: (the arrival number of its own request, its leader)."""
+        """By slot: (the arrival number of the slot's request, the slot's leader)."""
 
     def begin(self) -> None:
         """Choose leaders for the slots whose caches are empty. If caches survive new weights, leader and follower must

@@ -86,7 +86,7 @@ class SlotTable:
         )
 
     def place(self, prompt: Int32, session: str, loaded: int, *, keep: bool) -> SlotPlacement | None:
-        """Choose a slot for a request; returns None if it has to wait.
+        """Choose a slot for a request; returns None if the request has to wait.
 
         The idle slot of the same session is preferred, then the least recently used idle slot. A cached prefix is
         reused if the weights of load number `loaded` computed it or, with `keep`, if it belongs to the same session. A
@@ -205,7 +205,7 @@ class SlotTable:
         self.computed[:] = 0
 
     def append(self, slots: Slots, drawn: Drawn, version: int) -> Slots:
-        """Add one sampled token to each sequence; returns the slots whose sequences end with it."""
+        """Add one sampled token to each sequence; returns the slots whose sequences end with this token."""
         tokens, logprobs, kept = drawn
         at = self.length[slots]
         if kept is not None:

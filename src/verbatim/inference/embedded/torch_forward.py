@@ -36,9 +36,9 @@ class TorchForward:
         shape: Shape of one token's keys and values.
         settings: Batch size, and whether sampling is deterministic.
         reads_prefixes_once: Assume that equal ids have equal keys and values, so that shared prefixes are read once.
-            This is wrong if some keys and values were cached before a weight update. It is also wrong between slots if
-            experts are recorded: rounding may decide between two almost tied experts, so each sequence must read its
-            own keys and values.
+            The assumption is wrong if some keys and values were cached before a weight update. Between slots, it is
+            also wrong if experts are recorded: rounding may decide between two almost tied experts, so each sequence
+            must read its own keys and values.
 
     Raises:
         ModelError: deterministic mode is on, but on this machine the bits of a row depend on its index.

@@ -25,8 +25,8 @@ _HEALTH = b"GET /health "
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors of `accept` that mean that the system is out of descriptors or memory."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-"""Seconds for which nothing is accepted after such an error: the first pause, and the maximum up to which it is
-doubled."""
+"""Seconds for which nothing is accepted after an error in `_EXHAUSTED`: the first pause, which is doubled after each
+further error, and the longest pause."""
 _LOG_INTERVAL = 60.0
 """Minimum seconds between two log lines."""
 _FULL = (

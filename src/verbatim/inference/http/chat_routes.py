@@ -133,7 +133,8 @@ class ChatRoutes:
         return await self._read(asked, await run_together(drawing), seeds, stamp)
 
     async def _sample(self, asked: RenderedRequest, seed: int, show: Watch | None) -> Completion:
-        """Sample one completion. If the sampler can, it stops at the token that completes a stop string."""
+        """Sample one completion. If the sampler can show tokens (`ShowsTokens`), sampling stops at the token that
+        completes a stop string."""
         request = SampleRequest(
             prompt_ids=asked.prompt_ids, params=asked.params, seed=seed, session=asked.request.session
         )

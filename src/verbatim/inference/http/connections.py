@@ -44,8 +44,8 @@ class _Messages(h11.Connection):
 
     - Every head above the limit is refused. h11 only checks incomplete heads, and accepts a longer head that ends
     within the same read.
-    - The head of a response is written together with the first part of its body, if that follows in the same pass of
-      the event loop. This saves a system call here, and a read in the client.
+    - The head of a response is written together with the first part of its body, if that part follows in the same pass
+      of the event loop. This saves a system call in the server, and a read in the client.
 
     Args:
         most: Maximum bytes of a request's head.

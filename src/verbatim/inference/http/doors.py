@@ -30,7 +30,7 @@ class Pace:
         """Time at which the next event would be due if events were evenly spaced."""
 
     def delay(self) -> float:
-        """Count one event. Returns the number of seconds that it has to wait.
+        """Count one event. Returns the number of seconds that the event has to wait.
 
         >>> pace = Pace(10, 2, now=lambda: 5.0)
         >>> [round(pace.delay(), 3) for _ in range(4)]

@@ -30,7 +30,7 @@ _DEPTH[list(b"]}")] = -1
 
 
 def check_json_size(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> None:
-    """Refuse JSON with too many values or levels. Only the parser checks that it is valid JSON.
+    """Refuse JSON with too many values or levels. Whether the body is valid JSON is checked only by the parser, later.
 
     Args:
         data: The body.

@@ -1,5 +1,5 @@
-"""Refuses lone surrogates in JSON. They occur because JSON may escape an emoji as two surrogates, and a client may cut
-the text between them."""
+"""Refuses lone surrogates in JSON. JSON may escape an emoji as two surrogates; a client that cuts the text between the
+two leaves a lone surrogate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def refuse_lone_surrogates(value: object) -> None:
     r"""Refuse a JSON value with a lone surrogate in a string or a key, because neither UTF-8 nor tokenizers can encode
-    it. The depth of the value must be checked first, because the search is recursive.
+    a lone surrogate. The depth of the value must be checked first, because the search is recursive.
 
     Raises:
         Refused: the message has the path, the character and its position, and says what to send instead. The field has

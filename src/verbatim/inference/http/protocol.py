@@ -22,7 +22,8 @@ PROMPT_LOGPROBS = "/verbatim/v1/prompt_logprobs"
 SAMPLER = "/verbatim/v1/sampler"
 """Describes the sampler: `{"model": ..., "context_length": ..., "vocab_size": ..., "policy_version": ..., "server":
 ..., "takes_weights": ..., "takes_uploads": ..., "how": {...}}`. "server" is a random id that is new at each start and
-part of every response of the engine. From it a client sees that the server was restarted and has lost its weights."""
+part of every response of the engine. If this id changes, a client knows that the server was restarted and has lost its
+weights."""
 LOAD = "/verbatim/v1/load"
 """Reports the engine's load: `{"running": 3, "waiting": 0, ...}`, the fields of `ReplicaLoad`."""
 REFUSED = "/verbatim/v1/refused"

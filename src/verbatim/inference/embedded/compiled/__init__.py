@@ -1,1 +1,1 @@
-"""Forward passes in a compiled C function, for the models and machines that it supports."""
+"""Forward passes in a compiled C function, for the models and machines that this function supports."""
