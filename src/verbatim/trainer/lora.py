@@ -1,4 +1,5 @@
-"""Adds low-rank adapters (LoRA) to a model with `peft`, saves them in its format and loads them again.
+"""Adds low-rank adapters (LoRA) to a model with `peft`, saves the adapters in the format of `peft`, and loads them
+again.
 
 The base weights stay frozen: only the adapters have gradients, optimizer state, checkpoints and policy versions.
 """

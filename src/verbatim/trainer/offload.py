@@ -26,14 +26,15 @@ class _OffloadedTensor:
 
     host: Tensor
     before: weakref.ref[_OffloadedTensor] | None
-    """The tensor saved before this one, which the backward pass needs next. Weak: autograd owns it and frees it."""
+    """The tensor that was saved before this one, and that the backward pass needs after this one. A weak reference,
+    because autograd owns and frees the tensor."""
     back: Tensor | None = None
     """The copy on the device; None until the copying has been started."""
 
 
 class ActivationOffload:
-    """Copies the tensors that autograd saves to host memory, and copies them back, bit for bit, when the backward pass
-    needs them.
+    """Keeps saved tensors in host memory: each tensor that autograd saves is copied there, and copied back, bit for
+    bit, when the backward pass needs the tensor.
 
     Args:
         device: The device that computes the activations.
@@ -47,7 +48,7 @@ class ActivationOffload:
         self._last: weakref.ref[_OffloadedTensor] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Context manager: tensors that autograd saves inside it go to host memory."""
+        """Context manager: tensors that autograd saves while the block runs go to host memory."""
         return saved_tensors_hooks(self._keep, self._bring_back)
 
     def _keep(self, tensor: Tensor) -> _OffloadedTensor:

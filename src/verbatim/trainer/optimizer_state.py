@@ -52,7 +52,7 @@ def local(tensor: Tensor) -> Tensor:
 def save_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path, *, rank: int = 0, size: int = 1
 ) -> None:
-    """Write the optimizer state of every parameter that has one. Every rank calls this function and writes its own
+    """Write the optimizer state of every parameter that has a state. Every rank calls this function and writes its own
     file."""
     tensors: dict[str, Tensor] = {}
     rows: dict[str, Any] = {}

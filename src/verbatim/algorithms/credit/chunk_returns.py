@@ -59,9 +59,10 @@ def turn_returns(trajectory: Trajectory, gamma: float) -> dict[int, float]:
     ```
 
     r_k is the turn's own reward, or 0 if it has none. An untrained turn, or a turn without sampled tokens, has no
-    return and no discount. Its own reward r counts after the trained turn before it, `G_k = r_k + gamma (r + G_{k+1})`.
-    The last trained turn also gets the trajectory's reward; but if the environment declares that the turns' rewards sum
-    to the trajectory's reward, the last trained turn gets only the remainder (such as a length penalty).
+    return and no discount. The own reward r of such a turn counts after the last trained turn before it, `G_k = r_k +
+    gamma (r + G_{k+1})`. The last trained turn also gets the trajectory's reward; but if the environment declares that
+    the turns' rewards sum to the trajectory's reward, the last trained turn gets only the remainder (such as a length
+    penalty).
 
     Example: three turns, the second of which sampled nothing, a reward of 1 and `gamma = 0.5`: `{0: 0.5, 2: 1.0}`;
     if the second turn has its own reward of 2, `{0: 1.5, 2: 1.0}`.

@@ -21,9 +21,9 @@ def gigpo_advantage(
     """`A_t = (R - mean_group(R)) / F_group + w_step (G_t - mean_state(G)) / F_state` (GiGPO, arXiv 2505.10978).
 
     G_t is the turn's return (`turn_returns`). mean_state is the mean over all turns of the group, in any rollout, with
-    the same `state_key`. F is the standard deviation over the same set as the mean before it, or 1 with
-    `scale = "none"`. A set of equal values, a state seen once and a turn without a state key contribute 0. A turn
-    without sampled tokens gets 0.
+    the same `state_key`. F_group and F_state are the standard deviations over the same sets as mean_group and
+    mean_state, or 1 with `scale = "none"`. A set of equal values, a state seen once and a turn without a state key
+    contribute 0. A turn without sampled tokens gets 0.
 
     Example: two rollouts with the rewards 1 and 0; the first acts in states a and b, the second only in a. With
     `gamma = 0.5` the returns are `[0.5, 1]` and `[0]`. With `scale = "none"` the episodes differ from their mean by 0.5

@@ -17,7 +17,7 @@ class Share:
     view: Trajectory
     """The trajectory with only the turns and the reward of this share."""
     places: tuple[int, ...]
-    """Indices of these turns in `whole.turns`."""
+    """Indices of the share's turns in `whole.turns`."""
 
     @property
     def is_whole(self) -> bool:

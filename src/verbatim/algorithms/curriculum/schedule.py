@@ -125,7 +125,7 @@ class ExampleSchedule:
         return lifted
 
     def lookup(self, env: str, example_id: str, index: int) -> ScheduledExample:
-        """Return an earlier draw, so that it can run again after a resume.
+        """Return an earlier draw, so that its example can run again after a resume.
 
         Raises:
             RunStopped: the environment no longer has this example.

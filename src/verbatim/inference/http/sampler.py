@@ -42,8 +42,8 @@ class HttpSampler:
     same event loop could never answer; use `await HttpSampler.connect(url)` in that case. The sampler can be pickled,
     and used from several event loops.
 
-    With vLLM (started with `--enable-scale-out`), `context_length` is read from its list of models, and the other facts
-    have to be given. If vLLM's weight version is a number, it is the policy version; otherwise tokens get
+    With vLLM (started with `--enable-scale-out`), `context_length` is read from vLLM's list of models, and the other
+    facts have to be given. If vLLM's weight version is a number, it is the policy version; otherwise tokens get
     `policy_version`, or no version if `policy_version` is None. Logprobs are kept only if they belong to the
     distribution that was sampled from.
 
@@ -139,7 +139,7 @@ class HttpSampler:
         return int(self._known()["policy_version"] or 0)
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call cancels it on the server.
+        """Sample one completion. Cancelling the call cancels the request on the server.
 
         Raises:
             RecordError: the prompt is empty or too long, an id is outside the vocabulary, or a required `top_k` is
@@ -172,7 +172,8 @@ class HttpSampler:
         return completion if self._processed_logprobs or as_modelled else replace(completion, logprobs=None)
 
     async def update_weights(self, path: Path, version: int) -> None:
-        """Load a Hugging Face folder. The server reads the folder, so its host must have it at the same path.
+        """Load a Hugging Face folder. The server reads the folder, so the server's host must have the folder at the
+        same path.
 
         Raises:
             ModelError: the weights do not fit the model. The engine keeps its current weights.

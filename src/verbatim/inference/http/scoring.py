@@ -26,7 +26,8 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def scoring_body(token_ids: Int32, model: str | None) -> dict[str, Any]:
-    """The body of a request for the logprobs of all ids except the first. vLLM bypasses its prefix cache for it.
+    """The body of a request for the logprobs of all ids except the first. vLLM bypasses its prefix cache for such a
+    request.
 
     vLLM refuses `max_tokens = 0`, so one more token is sampled and needs room in the context. `top_k = 1` keeps the
     kept set of that token small, and does not change the prompt logprobs."""

@@ -1,4 +1,5 @@
-"""Loads a version of the weights into one replica and checks it. Each step has a timeout that names it."""
+"""Loads a version of the weights into one replica and checks it. Each step has a timeout, whose error names the
+step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Limits:
     health_interval: float = 1.0
     """Time between two health checks of a replica."""
     health: float = 15.0
-    """Timeout of one health check. The replica's own timeout for it is shorter."""
+    """Timeout of one health check. The replica's own timeout for a health check is shorter."""
     silence: float = 60.0
     """Time without an answer to any health check after which the replica counts as dead."""
     stall: float = 600.0
@@ -64,7 +65,8 @@ class CheckLine:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a slot. It is released when the block ends, or after `LONGEST_TURN` while the block continues."""
+        """Wait for a slot. The slot is released when the block ends, or after `LONGEST_TURN` while the block
+        continues."""
         await self._places.acquire()
         held = [self._places]  # emptied by the first release: the timer and the end of the block may both come
 
@@ -87,7 +89,7 @@ async def load_and_check(
 
     Args:
         replica: The replica.
-        target: The weights that it has to hold.
+        target: The weights that the replica has to hold.
         limits: The timeouts.
         line: Limits how many replicas are checked at the same time.
         prepare: True to let the check prepare the replica before loading. Must be False if the replica sleeps or its
@@ -98,7 +100,7 @@ async def load_and_check(
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: a phase took too long; the error names it.
+        TooSlow: a phase took too long; the error names the phase.
     """
     version, check = target.version, target.check
     if target.path is not None:
@@ -124,7 +126,7 @@ async def fall_asleep(replica: Replica, target: TargetWeights, limits: Limits, l
 
     Raises:
         SamplerFault: the replica failed.
-        TooSlow: a phase took too long; the error names it.
+        TooSlow: a phase took too long; the error names the phase.
     """
     assert isinstance(replica, CanSleep)  # `colocate` is accepted only for backends whose replicas can sleep
     if target.check is not None:

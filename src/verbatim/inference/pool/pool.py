@@ -219,10 +219,10 @@ class ReplicaPool:
     async def _send(
         self, session: str, num_prompt_tokens: int, call: Callable[[ReplicaIncarnation], Coroutine[Any, Any, T]]
     ) -> tuple[T, int]:
-        """Send a request to a replica, and to another one if it fails.
+        """Send a request to a replica and, if that replica fails, to another replica.
 
         Returns:
-            (the call's result, the number of tokens that were sampled for it and lost).
+            (the call's result, the number of tokens that were sampled for this call and lost).
 
         Raises:
             SamplerFault: no replica is left, or several replicas failed on the request; the error carries the number of

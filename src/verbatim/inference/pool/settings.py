@@ -1,4 +1,4 @@
-"""Settings for servers that a run finds. Each backend that supports such servers has these in its table."""
+"""Settings for servers that a run finds. Each backend that supports such servers has these settings in its table."""
 
 from __future__ import annotations
 

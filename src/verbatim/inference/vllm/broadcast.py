@@ -86,7 +86,7 @@ class WeightBroadcast:
             now.loading[name].cancel()
 
     async def load(self, name: str, control: VllmControl) -> bool:
-        """Load the broadcast weights into a paused server. Returns False if it has to load the folder instead.
+        """Load the broadcast weights into a paused server. Returns False if the server has to load the folder instead.
 
         Raises:
             SamplerFault: the server failed.

@@ -51,8 +51,8 @@ EXACT_OPTIONS: Sequence[str] = (
     "--enable-chunked-prefill",
     "--enable-prompt-tokens-details",  # report how many prompt tokens came from the prefix cache
 )
-"""Options that exact sampling needs. If the run did not start a server, `facts` checks that it has the same
-settings."""
+"""Options that exact sampling needs. For a server that the run did not start, `facts` checks that the server has the
+same settings."""
 
 
 def server_command(

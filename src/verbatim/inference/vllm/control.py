@@ -1,8 +1,8 @@
 """Client for vLLM's routes for reinforcement learning. Only this module knows these routes, which change between
 releases.
 
-It is written for vLLM 0.32. Each call is one phase of a weight update and has a timeout. It is never retried, because
-only the caller knows the state of the server after a failed phase.
+The module is written for vLLM 0.32. Each call is one phase of a weight update and has a timeout. A call is never
+retried, because only the caller knows the state of the server after a failed phase.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class VllmControl:
         """Empty the prefix cache.
 
         Args:
-            running_too: Drop the cache of requests in flight too. It is then recomputed with the new weights.
+            running_too: Drop the cache of requests in flight too. Their cache is then recomputed with the new weights.
 
         Returns:
             True if the cache is empty; False if requests in flight kept their blocks.

@@ -174,7 +174,7 @@ class PublishedFolder:
             self._digests[piece] = digest(held)
 
     def compare(self, reports: Sequence[WorkerReport]) -> Proof:
-        """Check that the workers' kernels were built from all of these tensors, and from nothing else."""
+        """Check that the workers' kernels were built from all of the folder's tensors, and from nothing else."""
         failed = next((report.error for report in reports if report.error is not None), None)
         if failed is not None:
             return Proof(fault=f"it refused them: {failed}")

@@ -15,8 +15,8 @@ from verbatim.inference.vllm.settings import VllmSettings
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before a server that ended is restarted. They are doubled after each attempt, and reset by a successful
-start."""
+"""First and longest pause in seconds before a server that ended is restarted. The pause is doubled after each attempt,
+and reset by a successful start."""
 
 
 class StandingVllm:

@@ -12,8 +12,8 @@ WORTH_A_TREE = 0.95
 
 
 def pack_auto(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, keep_whole: bool) -> list[MicroBatch]:
-    """Pack samples as trees if this saves enough tokens (`WORTH_A_TREE`), otherwise as rows. Where a tree is cut, the
-    repeated tokens are part of its cost."""
+    """Pack samples as trees if this saves enough tokens (`WORTH_A_TREE`), otherwise as rows. Tokens that are repeated
+    where a tree is cut count as well."""
     tree, rows = (
         pack(samples, micro_batch_tokens=micro_batch_tokens, keep_whole=keep_whole) for pack in (pack_tree, pack_rows)
     )

@@ -19,7 +19,8 @@ Float64 = NDArray[np.float64]
 class CostModel:
     """Costs, in units of computing one token in all linear layers, forward and backward.
 
-    In each of the three parts the backward pass costs twice the forward pass, so ratios of forward costs are enough.
+    In linear layers, attention and head alike, the backward pass costs twice the forward pass, so ratios of forward
+    costs are enough.
 
     Example: with `CostModel(attention=((0, 0.5), (2, 0.25)), per_target=3.0)`, a row of 3 tokens with 1 target has 3
     tokens, 1 + 2 + 3 pairs in layers with full attention, and 1 + 2 + 2 pairs in layers with a window of 2. Its cost is
@@ -61,9 +62,8 @@ def model_cost(config: Any) -> CostModel:
 
     Forward FLOPs per layer: a token costs 2 P, where `P` is the number of linear-layer parameters that it uses (in a
     mixture of experts, only those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys,
-    weights by values). A target costs 2 x width x vocabulary once for the model. If the configuration does not say the
-    number of key/value heads, it is that of the query heads. If it does not say the feed-forward width, it is four
-    times the model width.
+    weights by values). A target costs 2 x width x vocabulary once for the model. A missing number of key/value heads
+    means as many as query heads; a missing feed-forward width means four times the model width.
     """
 
     def get(name: str, default: int) -> int:

@@ -22,8 +22,8 @@ Costs = tuple[tuple[float, ...], ...]
 _Rows = list[list[list[Row]]]
 """Rows by rank and pass."""
 FORWARD_TWICE = 4 / 3
-"""Factor for the cost of a micro-batch that needs an extra forward pass for its logprobs (`step.py`): two forward
-passes and a backward pass, which costs as much as two forward passes, instead of one forward and one backward pass."""
+"""Factor for the cost of a micro-batch that needs an extra forward pass for its logprobs (`step.py`). A backward pass
+costs as much as two forward passes, so the cost is that of four forward passes instead of three."""
 _PIECES_OF_A_SHARE = (2, 4, 8)
 """How many pieces to cut a rank's share of a forest into: each of these numbers is tried, and the fastest result is
 kept."""

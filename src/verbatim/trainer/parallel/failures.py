@@ -112,8 +112,8 @@ class Failures:
 
     def tell(self, error: BaseException) -> None:
         """Record why this rank ends. All ranks end for the first recorded reason. If this rank has only lost its
-        connection to the others, that is recorded too, but not as the reason, because it is a consequence of another
-        failure."""
+        connection to the others, this loss is recorded too, but not as the reason, because it is a consequence of
+        another failure."""
         failure = None if is_lost(error) else Failure(rank=self._rank, said=one_line(error), kind=kind_of(error))
         about = {"lost": True} if failure is None else {"said": failure.said, "kind": failure.kind}
         with contextlib.suppress(dist.DistError):  # the store may be gone with rank 0

@@ -2,9 +2,9 @@
 Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
 Each rank of a group computes a slice of the tokens. Only attention mixes tokens. So before attention, an all-to-all
-turns all heads of a slice into some heads of all tokens, and after attention, a second all-to-all turns them back. In
-between, the attention plan of the whole micro-batch is used unchanged: rows, trees, windows, soft caps and sinks need
-no support for slices.
+turns all heads of a slice into some heads of all tokens, and after attention, a second all-to-all reverses this
+exchange. In between, the attention plan of the whole micro-batch is used unchanged: rows, trees, windows, soft caps and
+sinks need no support for slices.
 """
 
 from __future__ import annotations

@@ -176,8 +176,9 @@ class Sharding:
         return self._ranks.total(values)
 
     def drop_unused(self) -> None:
-        """Remove the gradients of parameters that no rank's backward pass reached. FSDP fills them with zeros, and an
-        update would apply weight decay to these parameters; a single process has no gradient there."""
+        """Remove the gradients of parameters that no rank's backward pass reached. FSDP fills such gradients with
+        zeros, and an update would apply weight decay to the parameters. In a single process, such parameters have no
+        gradient."""
         used = self._ranks.anywhere(self._used)
         for number, parameter in enumerate(self._model.parameters()):
             if not used[number]:
@@ -190,7 +191,7 @@ def refuse_rows_alone(lm: CausalLM, ranks: Ranks | None) -> None:
     same number of passes.
 
     Raises:
-        ModelError: such a model with several processes.
+        ModelError: the model computes each row in a pass of its own, and there are several processes.
     """
     if ranks is not None and lm.rows_alone:
         raise ModelError(

@@ -20,7 +20,7 @@ PROBE_LENGTH = 32
 """Number of tokens in a short probe."""
 CACHED_LENGTH = 288
 """Number of tokens in the long probe, which is the last probe. An engine caches prefixes in blocks of 16 to 256 tokens;
-the long probe is longer than a block by more than `NUM_CACHED` tokens, so that its beginning is cached."""
+the long probe is longer than a block by more than `NUM_CACHED` tokens, so that the beginning of the probe is cached."""
 NUM_CACHED = 4
 """Number of tokens at the end of the long probe whose logprobs are requested through the prefix cache."""
 
@@ -38,8 +38,8 @@ weights."""
 
 STALE_SHARE = 0.1
 """A step changes the probes' logprobs by some amount. Logprobs through the prefix cache and logprobs that bypass the
-cache may differ by this share of that amount. If the previous weights filled the cache, they differ by about 0.3 of
-it."""
+cache may differ by this share of that amount. If the previous weights filled the cache, the two differ by about 0.3 of
+that amount."""
 ROUNDING = 4.0
 """Two computations by the same engine may differ by this many times the difference between engine and trainer, whatever
 the step changed."""

@@ -67,7 +67,7 @@ class Exchange:
         publish_json(self.folder / READY, to_json(ready, self.run))
 
     def wait_for_message(self, number: int, look: Callable[[], None]) -> TrainerMessage:
-        """Wait for a message, remove its file and return it.
+        """Wait for a message, remove the message's file and return the message.
 
         Args:
             number: The message's number, counted from 1.

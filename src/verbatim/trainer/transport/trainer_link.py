@@ -45,7 +45,7 @@ class StepReport:
     probes: Probes | None = None
     """The logprobs of the fixed probes under the new version; None if this trainer does not compute probes."""
     state: Path | None = None
-    """The folder with the trainer's part of a checkpoint, if one was requested. The caller moves it away."""
+    """The folder with the trainer's part of a checkpoint, if one was requested. The caller moves the folder away."""
     tokens: TrainedTokens | None = None
     """The trainer's logprob and gradient of each trained token; None if they are not kept."""
 
@@ -91,4 +91,4 @@ class TrainerLink(Protocol):
         """
 
     async def close(self) -> None:
-        """Tell the trainer to end, and release its resources."""
+        """Tell the trainer to end, and release everything that this link holds."""

@@ -26,7 +26,7 @@ def bearer_of(headers: Headers) -> bytes | None:
 
 
 def key_of(headers: Headers, *others: bytes) -> bytes | None:
-    """The key of a request: its bearer token, or else the value of the first header in `others` that it has.
+    """The key of a request: its bearer token, or else the value of the first header in `others` that the request has.
 
     >>> key_of([(b"x-api-key", b"k")], b"x-api-key")
     b'k'

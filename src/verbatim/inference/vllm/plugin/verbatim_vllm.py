@@ -1,7 +1,8 @@
-"""Loads published weights into vLLM, and reports a digest of each tensor that its kernels were built from.
+"""Loads published weights into vLLM, and reports a digest of each tensor that vLLM's kernels were built from.
 
-This folder is put on the PYTHONPATH of vLLM's environment, where Verbatim is not installed, so its modules import only
-vLLM and torch. vLLM finds `register` through the entry point `vllm.general_plugins`. A server uses the plug-in with
+This folder is put on the PYTHONPATH of vLLM's environment, where Verbatim is not installed, so the folder's modules
+import only vLLM and torch. vLLM finds `register` through the entry point `vllm.general_plugins`. A server uses the
+plug-in with
 
     --weight-transfer-config '{"backend": "verbatim_files"}' --worker-extension-cls verbatim_vllm.WeightReport
 """

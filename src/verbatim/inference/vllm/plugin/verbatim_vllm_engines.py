@@ -214,7 +214,7 @@ def refuse_other_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, t
     """Refuse a folder whose tensor names or shapes differ from those of the first folder.
 
     Raises:
-        ValueError: they differ; the message names the first three tensors.
+        ValueError: names or shapes differ; the message names the first three tensors.
     """
     other = [
         f"{name}: found {found.get(name)}, expected {expected.get(name)}"

@@ -60,7 +60,7 @@ class WeightGroup:
         kind: "nccl" or "gloo".
         device: The device of this process's tensors.
         seconds: Timeout for creating the group, and for each update (`begin`).
-        layout: On rank 0: the tensors that it will send.
+        layout: On rank 0: the tensors that rank 0 will send.
 
     Raises:
         GroupOver: another rank failed, or did not arrive.
