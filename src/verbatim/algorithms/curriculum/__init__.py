@@ -1,4 +1,4 @@
-"""Chooses the next example and finds groups without a gradient. The curriculum has its own random generator and its own
+"""Chooses the next example and finds groups without a gradient. It has its own random generator and its own
 `state_dict`."""
 
 from verbatim.algorithms.curriculum.pools import DifficultyPools, Flatness, PoolRules, flatness
