@@ -71,8 +71,8 @@ SERVERS: Mapping[str, str] = {
     "torch": "verbatim.inference.embedded.backend:found_servers",
     "vllm": "verbatim.inference.vllm.servers:vllm_servers",
 }
-"""By backend name: a function `servers(inputs, settings) -> Servers`, for backends that can use servers that are
-already running."""
+"""By backend name: a function `servers(inputs, settings) -> Servers`, for backends that can connect to running
+servers."""
 STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
 """By backend name: a function `standing(inputs, settings, listening)` that makes standalone servers for runs on other
 hosts. Only backends that compute in separate processes have such a function. The result has `urls`, `named`, `start()`,

@@ -1,4 +1,5 @@
-"""Defines how a sampler asks the trainer to send weights directly, instead of reading the published folder."""
+"""Defines how a sampler asks the trainer to send weights directly, so that no server has to read the published
+folder."""
 
 from __future__ import annotations
 

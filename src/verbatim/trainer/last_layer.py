@@ -26,8 +26,8 @@ from verbatim.trainer.attention.tree import TreePlan
 from verbatim.trainer.linear import ROW_MULTIPLE
 
 KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Supported families: pre-norm residual layers (attention, then feed-forward), with only a per-token norm after the
-last one."""
+"""Supported families: pre-norm residual layers (attention, then feed-forward), with nothing but a per-token norm after
+the last layer."""
 WORTH = 0.9
 """If more than this share of the tokens is wanted, all tokens are computed."""
 

@@ -88,7 +88,7 @@ class ActivationOffload:
 
 
 def activation_offload(device: torch.device) -> ActivationOffload | None:
-    """The offload for this device; None on a CPU, with a warning, because activations are in host memory already."""
+    """The offload for this device; None on a CPU, where activations are in host memory already (a warning says so)."""
     if device.type == "cpu":
         logger.warning("trainer.activation_offload saves nothing on a CPU: activations are already in host memory")
         return None

@@ -148,7 +148,7 @@ class ChatConnection:
             raise AttemptFailed("bad_answer", str(error)) from None
 
     def _hint(self, status: int) -> str:
-        """A hint at the most common cause of a status, because some servers return nothing but the status."""
+        """A hint at the most common cause of an HTTP status. Some servers return nothing but the status."""
         if status == 401 and not self._has_key:
             variable = key_variable(self.api.base_url, self.api.api_key_env)
             if variable is not None:

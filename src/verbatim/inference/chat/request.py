@@ -68,8 +68,8 @@ def chat_body(
 
 
 def samples_as_modelled(body: Mapping[str, Any]) -> bool:
-    """True if a request samples from the model's own distribution, so that every server returns the logprobs of the
-    sampling distribution."""
+    """True if a request samples from the model's own distribution. In that case the logprobs are those of the sampling
+    distribution, whichever of the two distributions the server uses for logprobs."""
     return all(body.get(name) in unchanged for name, unchanged in _UNCHANGED.items())
 
 

@@ -21,7 +21,8 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
-    """Sample from a tiny copy with the same settings, and compare with a `transformers` forward pass over the tokens.
+    """Sample from a tiny copy of the model with the same settings, and compare the logprobs with those of a
+    `transformers` forward pass over the sampled tokens.
 
     Raises:
         ModelError: the logprobs of the sampled tokens differ, or weights that a trainer saves cannot be loaded.

@@ -69,7 +69,8 @@ class Truncation:
         return kept_NV
 
     def _least(self, logits_NV: Tensor, weights_NV: Tensor) -> Tensor:
-        """The smallest logit that top-k and then top-p keep: [N]. Weights are probabilities relative to the largest."""
+        """The smallest logit that top-k and then top-p keep: [N]. `weights_NV` are probabilities divided by the row's
+        largest probability."""
         vocab = logits_NV.shape[-1]
         is_limited_N, has_nucleus_N = self.top_k_N > 0, self.top_p_N < 1
         top_k_N = self.top_k_N.clamp(min=1, max=vocab)

@@ -295,7 +295,7 @@ class ClientConnection(H11Protocol):
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer. Returns None, to be assigned to the attribute of the timer."""
+    """Cancel a timer. Returns None, to be assigned to the attribute that held the timer."""
     if timer is not None:
         timer.cancel()
     return None

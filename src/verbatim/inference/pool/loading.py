@@ -37,7 +37,7 @@ class Limits:
     silence: float = 60.0
     """Time without an answer to any health check after which the replica counts as dead."""
     stall: float = 600.0
-    """Time without a new token, with requests in flight, after which the engine counts as hung."""
+    """Time without a new token after which an engine that has requests in flight counts as hung."""
     update: float = 900.0
     """Timeout for loading new weights. A replica's own timeouts for the phases of an update are shorter."""
     check: float = 300.0

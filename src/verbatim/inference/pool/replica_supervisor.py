@@ -191,7 +191,7 @@ class ReplicaSupervisor:
                 return
 
     async def _prove(self, member: Member) -> str | None:
-        """Load and check the target, a second time if the check fails.
+        """Load and check the target. If the check fails, load and check the target once more.
 
         Returns:
             Why the check failed twice; None if the weights are right or the target is outdated (published folders are

@@ -200,7 +200,7 @@ async def _prove(replica: ServerReplica, path: Path, version: int, *, is_folder:
 
 
 class ServerPool(ReplicaPool):
-    """A pool with one replica for each server of a `Servers`. A restarted server begins with the newest weights."""
+    """A pool with one replica for each of the run's servers. A restarted server begins with the newest weights."""
 
     def __init__(self, servers: Servers, replicas: Sequence[ServerReplica], limits: Limits | None = None) -> None:
         path, _ = servers.weights

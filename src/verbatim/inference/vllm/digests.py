@@ -38,7 +38,7 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """A slice of a checkpoint's tensor, converted to the dtype that the server computes in."""
+    """A slice of a checkpoint's tensor, converted to the dtype in which the server computes."""
 
     name: str
     """The tensor's name in the checkpoint."""

@@ -33,7 +33,7 @@ class CostModel:
     per_target: float = 0.0
     """Cost of the output head for one target."""
     unit: float = 0.0
-    """FLOPs of the forward pass that a cost of 1 stands for: 2 per parameter that a token uses in linear layers; 0 if
+    """Forward-pass FLOPs for which a cost of 1 stands: 2 for each parameter that a token uses in linear layers; 0 if
     unknown."""
 
     def runs(self, begins: Int64, ends: Int64, num_targets: Int64) -> Float64:

@@ -75,8 +75,8 @@ def probe_sequences(vocab_size: int, context_length: int) -> tuple[Int32, ...]:
 
 
 def cached_prefixes(probes: Probes) -> tuple[Int32, ...]:
-    """The prefixes of the last probe to request through the prefix cache, shortest first: one prefix that ends at each
-    of the probe's last `NUM_CACHED` tokens.
+    """The prefixes of the last probe that are requested through the prefix cache, shortest first: one prefix that ends
+    at each of the probe's last `NUM_CACHED` tokens.
 
     Example: for a last probe of 288 ids, the prefixes of 285, 286, 287 and 288 ids.
     """
@@ -166,7 +166,7 @@ def find_stale_prefix(
 
 
 def mean_difference(probes: Probes, found: Sequence[Float32]) -> float:
-    """Mean absolute difference between the probes' logprobs and `found`, over all tokens; NaN if any is NaN."""
+    """Mean absolute difference between the probes' logprobs and `found`, over all tokens; NaN if any logprob is NaN."""
     ours, theirs = np.concatenate(probes.logprobs), np.concatenate(list(found))
     assert ours.shape == theirs.shape
     return float(np.abs(ours.astype(np.float64) - theirs).mean())

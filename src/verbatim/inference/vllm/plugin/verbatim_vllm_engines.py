@@ -106,8 +106,8 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BroadcastEngine(FilesEngine):
-    """Receives the tensors that the trainer broadcasts to all servers. If the server missed a broadcast, loads a
-    folder."""
+    """Receives the tensors that the trainer broadcasts to all servers. If the server missed a broadcast, the engine
+    loads a folder."""
 
     update_info_cls = BroadcastUpdateInfo
     _group: WeightGroup | None = None
@@ -150,7 +150,8 @@ class BroadcastEngine(FilesEngine):
             group.close(why)
 
     def load(self, watch: Watch, source: "Folder | Broadcast") -> None:
-        """Load the tensors. Tensors that the model does not use are received too: the trainer broadcasts all."""
+        """Load the tensors. Tensors that the model does not use are received too, because the trainer broadcasts all
+        tensors."""
         super().load(watch, source)
         if isinstance(source, Broadcast):
             for _ in source.tensors():
