@@ -1,4 +1,5 @@
-"""Samples turns in exact ids: turns messages into prompt ids, samples a completion, and parses it into a message."""
+"""Samples turns in exact ids: converts messages to prompt ids, samples a completion, and parses the completion into a
+message."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ from verbatim.rollouts.turn_arguments import checked_name, checked_trained
 from verbatim.rollouts.turn_limiter import turn_limiter
 
 _LONG_MESSAGES, _LONG_CHARACTERS = 128, 50_000
-"""Prompts with more messages or more characters than this are rendered on a thread. At this size a chat template takes
-about 5 ms, which is Python's thread switch interval: shorter work would gain nothing from a thread."""
+"""A prompt with more than `_LONG_MESSAGES` messages or more than `_LONG_CHARACTERS` characters is rendered on a thread.
+A chat template takes about 5 ms for a prompt of this size. That is Python's thread switch interval, so rendering a
+shorter prompt would gain nothing from a thread."""
 
 
 class AgentLoop(EpisodeLoop):
@@ -39,7 +41,8 @@ class AgentLoop(EpisodeLoop):
 
     Each agent's next prompt is its previous prompt and completion verbatim, followed by the new messages (a bridge).
     Where the rule in `renderers.bridge` does not allow a bridge, the prompt is rendered from scratch: the strategy
-    will then see a break, and `info` has the reason. The recorder verifies that each bridge extends the ids.
+    will then see a break, and `info` has the reason. The recorder verifies that each bridged prompt begins with the ids
+    of the previous prompt and completion.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class AgentLoop(EpisodeLoop):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The trajectory's `info` entry with the turns whose prompts were rendered from scratch, and the reasons."""
+        """The entry of the trajectory's `info` that lists the turns whose prompts were rendered from scratch, each with
+        the reason."""
         return {RENDERED_AGAIN: self._rendered_again} if self._rendered_again else {}
 
     @property
@@ -85,8 +89,8 @@ class AgentLoop(EpisodeLoop):
     ) -> Completion:
         """Sample and record one turn from exact ids, for an environment that renders prompts itself.
 
-        A completion that was cut off is returned too, not raised. With `trained=False` the turn is context only, and
-        its tokens are counted as `untrained`.
+        A completion that was cut off is returned like any other, without an exception. With `trained=False` the turn is
+        context only, and its tokens are counted as `untrained`.
 
         Raises:
             EpisodeOver: no turns or tokens are left.
@@ -114,7 +118,7 @@ class AgentLoop(EpisodeLoop):
         run concurrently, even for one agent; a call that fails does not end the episode for the other calls.
 
         Args:
-            prompt: All messages, the thread that they continue, and how many of them the thread covers.
+            prompt: All messages, the thread that they continue, and how many of these messages the thread covers.
             params: Sampling parameters, including the renderer's stop tokens.
             read: Parses a completion, given also the prompt's ids. The ids of the reply that it returns may be a prefix
                 of the completion's ids; the remaining tokens are counted as cut off.
@@ -124,7 +128,7 @@ class AgentLoop(EpisodeLoop):
                 for samplers that stream; None for no watcher.
 
         Returns:
-            The reply, and the thread, which a later prompt may continue.
+            The reply, and the thread that a later prompt may continue.
 
         Raises:
             EpisodeOver: no turns are left, the engine stopped, or this prompt leaves no room in the context (a shorter
@@ -176,7 +180,8 @@ class AgentLoop(EpisodeLoop):
         return context - num_prompt_tokens
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """Set the messages to display for turns sampled by `complete`, because only the environment knows them."""
+        """Set the messages to display for the turns that `complete` samples. Only the environment knows these
+        messages."""
         self._told = tuple(messages)
 
     def messages(self, agent: str = "main") -> tuple[Message, ...]:
@@ -317,7 +322,8 @@ class AgentLoop(EpisodeLoop):
         params: SamplingParams,
         conversation: Conversation | None = None,
     ) -> SampledAnswer:
-        """Parse a completion into an answer. A stop string stays in the answer's ids but is cut from its message."""
+        """Parse a completion into an answer. A stop string stays in the answer's ids but is cut from the answer's
+        message."""
         parsed = self.renderer.parse_response(completion.ids, prompt_ids, prompt.schemas or None)
         if parsed.tool_calls:
             parsed = ParsedResponse(

@@ -65,7 +65,8 @@ class ChatLoop(EpisodeLoop):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """The model's name, the token counts that the server reports, and the number of retried requests by error."""
+        """The model's name, the token counts that the server reports, and for each error the number of requests that
+        were retried because of it."""
         errors = {"request_errors": dict(self._request_errors)} if self._request_errors else {}
         return {"model": self._connection.api.model, "usage": dict(self._usage), **errors}
 
@@ -110,8 +111,8 @@ class ChatLoop(EpisodeLoop):
         )
 
     def _message(self, said: ChatAnswer, calls: tuple[ToolCall, ...]) -> Message:
-        """Return the assistant's message. Malformed calls stay in it as the model wrote them, so that the model sees
-        its mistake."""
+        """Return the assistant's message. Malformed calls stay in the message as the model wrote them, so that the
+        model sees its mistake."""
         message = ParsedResponse(content=said.content, reasoning_content=said.reasoning, tool_calls=calls).message()
         if calls:
             message["tool_calls"] = [
@@ -121,8 +122,8 @@ class ChatLoop(EpisodeLoop):
         return message
 
     def _record(self, answer: SampledAnswer, prompt: Prompt, state_key: str | None) -> int:
-        """Record the turn with the server's ids, and return its index. Either all turns of an episode have ids, or
-        none."""
+        """Record the turn with the server's ids, and return its index. In one episode either all turns have ids or no
+        turn has ids."""
         index = self._num_answers - 1
         if answer.completion_ids is not None:
             self.recorder.count(len(answer.completion_ids))

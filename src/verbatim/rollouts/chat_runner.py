@@ -27,7 +27,7 @@ from verbatim.rollouts.seeds import derive_seed
 class ChatRunner(EpisodeRunner):
     """An `EpisodeRunner` that samples from a chat server. Tools and the environment run on this event loop.
 
-    Every request gets its own seed, derived from the episode's seed; with `extra_body={"seed": None}` none is sent.
+    Every request gets its own seed, derived from the episode's seed; with `extra_body={"seed": None}` no seed is sent.
     """
 
     connection: ChatConnection
@@ -60,8 +60,8 @@ def chat_setup(
     slots: asyncio.Semaphore,
     episode_stats: EpisodeStats,
 ) -> RolloutSetup:
-    """Build the setup for an environment's episodes with a chat server, which renders and samples itself. The setup's
-    sampler is only a placeholder, of which the vocabulary size and the context length are read."""
+    """Build the setup for an environment's episodes with a model behind a chat server. The server renders and samples,
+    so the setup's sampler is only a placeholder: only its vocabulary size and its context length are read."""
     unused: Any = None
     return RolloutSetup(
         env=env,

@@ -18,8 +18,8 @@ from verbatim.rollouts.rollout import Opening
 logger = logging.getLogger(__name__)
 
 Managers: TypeAlias = ToolManager | Sequence[ToolManager | None] | None
-"""One tool manager for all conversations, or a list with one for each. If a manager is None, every call is answered
-with an error."""
+"""One tool manager for all conversations, or a list with one manager for each conversation. If a manager is None, every
+call is answered with an error."""
 Scorer: TypeAlias = Callable[[Trajectory, Mapping[str, Any]], Any]
 """Function that returns a reward, given a finished trajectory and the task's own fields (see `Opening.task`)."""
 User: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any], Counter[str]], Awaitable[str | None]]

@@ -39,8 +39,8 @@ Begin: TypeAlias = Callable[[], Awaitable[Episode]]
 Settle: TypeAlias = Callable[[Trajectory], Trajectory]
 """Function that completes a finished trajectory: sets the reward and success."""
 Start: TypeAlias = Callable[[int, Opening], tuple[EpisodeLoop, int | None]]
-"""Function that creates the episode loop, given the index of an opening and the opening. It also returns the seed to
-store in the trajectory."""
+"""Function that, given the index of an opening and the opening, returns a new episode loop and the seed to store in the
+trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,9 +77,10 @@ class ConversationRollout(abc.ABC):
     """Function that returns True to give a trajectory's file the name `ok-...`, False for `fail-...`. If None, a
     trajectory that ended by itself and without an error counts as a success."""
     progress: bool | None = None
-    """True to show a progress bar, False to show none; None shows one if standard error is a terminal."""
+    """True to show a progress bar, False to show no bar, None to show a bar only if standard error is a terminal."""
     user: UserSimulator | None = None
-    """Simulated user that replies when the model answers without a tool call; None to end the conversation there."""
+    """Simulated user that replies when the model answers without a tool call; None to end the conversation at that
+    answer."""
     score: Scorer | None = None
     """Function `score(trajectory, task)`, sync or async, that returns the reward of a finished conversation: a number,
     or named parts."""
@@ -245,7 +246,8 @@ class ConversationRollout(abc.ABC):
 
     @abc.abstractmethod
     def _engine(self) -> contextlib.AbstractAsyncContextManager[Start]:
-        """Context manager around one call. Its value is the function that creates the episode loops."""
+        """Return the context manager in which one call of the rollout runs. Its value is the function that creates the
+        episode loops."""
 
     async def _hang_up(self) -> None:  # noqa: B027  most engines hold nothing between calls
         """Close the connections that belong to the event loop, because the loop is about to end."""

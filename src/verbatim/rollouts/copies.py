@@ -1,5 +1,5 @@
-"""Copies messages and schemas, and compares them with earlier copies. Both are done in every turn, so both have a fast
-path for plain JSON. The slow path gives exactly the same results."""
+"""Copies messages and schemas, and compares them with earlier copies. Messages are copied and compared in every turn,
+so there is a fast path for plain JSON. The slow path gives exactly the same results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.core.user_values import ATOMS, DEEPEST, MOST_VALUES, as_atom, is_s
 _TEXT, _DICT = frozenset({str}), frozenset({dict})
 _AS_THEY_ARE = ATOMS - {int}
 """Types whose values are always plain JSON. `int` is not among them, because an int may have too many digits to be
-written."""
+written as text."""
 _MOST_COST, _CONTAINER = MOST_VALUES, 5000
 """`_MOST_COST` is the maximum cost of a message on the fast path, which skips the full check. Each character and each
 value costs 1, and each list or dict costs `_CONTAINER`. All limits of the full check are higher than `_MOST_COST`."""
@@ -105,7 +105,7 @@ def refuse(value: Any, what: str) -> None:
 
 def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
     """Copy plain JSON. Subtracts the cost of each copied list or dict from `left[0]`. Raises `_NotPlain` if the value
-    is not plain JSON, or if it costs more than is left."""
+    is not plain JSON, or if its cost exceeds `left[0]`."""
     kind, cost = type(value), _CONTAINER
     copied = value
     if kind is dict:
@@ -143,8 +143,8 @@ def _plain_copy(value: Any, left: list[int], levels: int) -> Any:
 
 
 Others: TypeAlias = tuple[tuple[int, bytes | None], ...]
-"""For each message with non-string values: (index of the message, these values serialised). Instead of the bytes there
-is None if the values are long or not plain JSON; they must then be compared one by one."""
+"""For each message with non-string values: (index of the message, these values serialised). If the values are long or
+not plain JSON, the pair has None instead of the bytes, and the values must be compared one by one."""
 
 
 def others_in(messages: Sequence[Message], start: int = 0) -> Others:
@@ -196,7 +196,7 @@ def _rest(messages: Sequence[Message]) -> bytes:
 
 
 def _short_rest(message: Message) -> bytes | None:
-    """Return `_rest` of one message, or None if it is long or not plain JSON."""
+    """Return `_rest` of one message, or None if the message's non-string values are long or not plain JSON."""
     try:
         written = _rest([message])
     except (ValueError, AttributeError):

@@ -28,13 +28,13 @@ def trajectory_from_messages(
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens. The close token
     belongs to the completion. Logprobs are missing, since nothing was sampled. Templates render the last message of a
     conversation specially (Qwen3 puts an empty thinking block before it). Therefore a message is rendered together with
-    the tool results that follow it, but without a user message that follows, because that may strip the message's
-    thinking. Calls at the end of the conversation get placeholder results.
+    the tool results that follow it, but without a user message that follows, because a template may strip the thinking
+    of a message before a user message. Calls at the end of the conversation get placeholder results.
 
     Raises:
         UsageError: there is no assistant message; or the rendering of an assistant message does not begin with its
-            prompt, has a stop token inside the text, or has calls that are not parsed back, so that the model would
-            learn something else.
+            prompt, has a stop token inside the text, or has calls that cannot be parsed from it again, so that the
+            model would learn a different message.
         ModelError: the chat template drops the tools, a call, or a tool's result.
     """
     turns: list[Turn] = []

@@ -180,8 +180,8 @@ class Dialogue:
 
 
 def awaitable(given: Any, method: str) -> Any:
-    """Return `given`, which a method of an episode returned, so that it can be awaited. Raise an EnvironmentFault if
-    the method is not async."""
+    """Return `given`, the awaitable that a method of an episode returned. Raise an EnvironmentFault if `given` is not
+    awaitable, because the method is not async."""
     if not inspect.isawaitable(given):
         raise EnvironmentFault(f"{method.partition('(')[0]} is a plain method; expected `async def {method}`")
     return given

@@ -34,8 +34,8 @@ from verbatim.rollouts.supervised import LeftBehind, UserCalls, supervise
 CLOSING = 60.0
 """Timeout of `Episode.close` in seconds."""
 TURN_REWARDS_SUM = "turn_rewards_sum_to_reward"
-"""Name of an episode's attribute, and key of `Trajectory.info`: True if the rewards of the episode's turns sum to its
-reward."""
+"""Name of an episode's attribute, and key of `Trajectory.info`. The value is True if the rewards of the episode's turns
+sum to its reward."""
 
 
 async def run_episode(
@@ -66,8 +66,8 @@ async def run_episode(
 
 
 class EpisodeRun:
-    """A running episode, run as `run_episode` describes; `trajectory()` may be called at any time. If `timed` is True,
-    `info["timeline"]` has the start and the duration of each generation and tool call."""
+    """One episode, which runs as the docstring of `run_episode` says; `trajectory()` may be called at any time. If
+    `timed` is True, `info["timeline"]` has the start and the duration of each generation and tool call."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ class EpisodeRun:
                 await supervise(self._close(), self._calls)
 
     async def _close(self) -> None:
-        """Close the episode, once only. If closing fails, that becomes the trajectory's error unless it has one
-        already."""
+        """Close the episode, once only. If closing fails, the failure becomes the trajectory's error, unless the
+        trajectory already has an error."""
         if self._episode is None or self._closing:
             return
         if getattr(type(self._episode), "close", None) is Episode.close and "close" not in vars(self._episode):
@@ -240,8 +240,8 @@ class EpisodeRun:
 
     def _note(self, fault: RolloutError) -> None:
         """Set the trajectory's error to the kind and message of the fault, and keep the traceback of the user's
-        exception. The log quotes the traceback, and may be written on a different host, which has only the
-        trajectory."""
+        exception. The log quotes the traceback. The process that writes the log may run on a different host, which gets
+        only the trajectory."""
         kinds = {
             EnvironmentFault: "environment",
             JudgeFailed: "judge",

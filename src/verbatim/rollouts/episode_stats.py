@@ -44,7 +44,8 @@ class EpisodeStats:
         self.unmeasured: Counter[str] = Counter()
         """Number of evaluations that were skipped because the environment failed to provide their examples, by kind."""
         self._said: set[tuple[str, str]] = set()
-        """The failures that are already logged: (kind, ""), but for `NO_TURNS` (kind, example id)."""
+        """The failures that are already logged, each as (kind, ""). A failure of the kind `NO_TURNS` is (kind, example
+        id)."""
         self._lock = threading.Lock()
 
     @property

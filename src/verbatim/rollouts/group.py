@@ -121,7 +121,8 @@ class GroupRun:
 
 
 def _set_aside(trajectory: Trajectory, late: RecordError | None) -> Trajectory:
-    """Mark an episode as failed if it sampled after its end, because its score was computed before that."""
+    """Mark an episode as failed if it sampled tokens after its end, because its score was computed before these
+    tokens."""
     return trajectory if late is None or trajectory.error else trajectory.replace(error=f"record: {late}")
 
 

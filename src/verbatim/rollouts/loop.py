@@ -92,8 +92,8 @@ class SampledAnswer:
     timing: TurnTiming = field(default_factory=TurnTiming)
 
     def free_arrays(self) -> None:
-        """Free the arrays, to save memory in long episodes. Call it after the turn is recorded and the next prompt
-        built."""
+        """Free the arrays, to save memory in long episodes. Call this method when the turn has been recorded and the
+        next prompt has been built."""
         self.prompt_ids = self.completion_ids = self.logprobs = self.policy_versions = self.routed_experts = None
         self.conversation = self.kept_sets = None
 
@@ -147,7 +147,7 @@ class Prompt:
     thread: Thread | None
     """The agent's conversation so far, or None in its first turn."""
     num_known: int
-    """Number of leading `messages` that are those of `thread`; 0 if the history was edited."""
+    """Number of messages at the start of `messages` that are the messages of `thread`; 0 if the history was edited."""
     trained: bool = True
     """False if the answer is to be context only."""
     others: Others | None = None
@@ -275,8 +275,8 @@ class EpisodeLoop(abc.ABC):
     def why_nothing_sampled(self, ended: StopReason) -> str | None:
         """Explain why the policy sampled no token in this episode; return None if it did sample.
 
-        Turns with `trained=False` (those of an opponent or a user) are not the policy's turns. Turns sampled greedily
-        are, although the gateway never trains them.
+        Turns with `trained=False` (those of an opponent or a user) are not the policy's turns. Turns that are sampled
+        greedily are the policy's turns, although the gateway never trains them.
         """
         turns = [turn for turn in self.recorder.turns if len(turn.completion_ids)]
         if self.num_unrecorded_turns or self.recorder.num_unrecorded_tokens:

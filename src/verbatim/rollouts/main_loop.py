@@ -21,8 +21,8 @@ from verbatim.core.texts import error_text
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds that background tasks have to end after the main task. After that, the threads of the loop's pool have the
-same number of seconds."""
+"""Number of seconds that background tasks get to end once the main task has ended. The threads of the loop's pool then
+get the same number of seconds."""
 
 SIGNALS_SEEN_WITHIN = 0.1
 """Seconds between checks for Ctrl-C. A wait without a timeout might not notice it, because the operating system may

@@ -120,8 +120,8 @@ class APIMultiTurnRollout(ConversationRollout):
     send_reasoning: bool = False
     """True to send the `reasoning_content` of earlier messages back to the server. It is recorded in either case."""
     seed: int | None = None
-    """Seed from which each request's own seed is derived, together with the example, sample and turn; None to send no
-    seed. On CPUs, vLLM crashes on a request with a seed if it prefills the prompt in chunks."""
+    """Each request's own seed is derived from this seed, the example, the sample and the turn; None to send no seed. On
+    CPUs, vLLM crashes on a request with a seed if it prefills the prompt in chunks."""
     trajectory_timeout: float = 3600.0
 
     def __post_init__(self) -> None:

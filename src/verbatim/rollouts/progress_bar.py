@@ -34,7 +34,7 @@ def progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[Trajector
 
     Args:
         total: Number of rollouts.
-        shown: True to show the bar, False to show none; None shows it if standard error is a terminal.
+        shown: True to show the bar, False to show no bar, None to show the bar only if standard error is a terminal.
     """
     console = PlainConsole(stderr=True)
     num_failed = 0

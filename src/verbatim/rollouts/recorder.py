@@ -118,14 +118,16 @@ class Recorder:
             self._on_dropped({"error": num_tokens})
 
     def count_lost(self, num_tokens: int) -> None:
-        """Count tokens sampled by replicas that were then lost. Their requests were sent again, to other replicas."""
+        """Count tokens sampled by replicas that were then lost. The requests that these replicas were serving have been
+        sent again, to other replicas."""
         if num_tokens and self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if num_tokens and self._on_dropped is not None:
             self._on_dropped({"lost_replica": num_tokens})
 
     def lose(self, num_tokens: int) -> None:
-        """Drop tokens that are already counted, as `lost_worker`: the process for which they were sampled has ended."""
+        """Count tokens as dropped for the reason `lost_worker`: the process for which they were sampled has ended. They
+        are already counted as sampled."""
         assert 0 <= num_tokens <= self.num_sampled_tokens
         self.num_sampled_tokens -= num_tokens
         if self._on_dropped is not None:

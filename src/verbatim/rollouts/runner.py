@@ -41,7 +41,7 @@ class EpisodeTask:
 
     @property
     def seed(self) -> int:
-        """The seed in `identity`, which every episode has."""
+        """The seed in `identity`. Every episode has a seed."""
         assert self.identity.seed is not None
         return self.identity.seed
 

@@ -1,4 +1,5 @@
-"""Cuts turns at stop strings. The ids are cut after the token that completes the string, the text before the string.
+"""Cuts turns at stop strings. The ids are cut after the token that completes the string; the text is cut before the
+string.
 
 Example with `stop = ["</answer>"]`: of the tokens `<answer>`, `4`, `</`, `answer>\\n`, `Next` the turn keeps the first
 four with their logprobs, and all four are trained. The message's content is `<answer>4`. In the next prompt, the four
@@ -43,6 +44,7 @@ def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequenc
 
 
 def said_before_stop(parsed: ParsedResponse, ids: Int32, stops: Sequence[str], decode: Decode) -> ParsedResponse:
-    """Cut the strings of a parsed completion before the stop string that ends the completion."""
+    """Cut each string of a parsed completion at the stop string that ends the completion; the stop string itself is cut
+    off."""
     found = find_stop(ids, stops, decode)
     return parsed if found is None else before_stop(parsed, found[1], decode(ids))

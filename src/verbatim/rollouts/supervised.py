@@ -46,7 +46,7 @@ class UserCalls:
         """True while the task cleans up under a deadline of its own. The supervisor then waits, and does not cancel
         it."""
         self.deadline: asyncio.Timeout | None = None
-        """The timeout of the current call, which cancels the task; None if there is none."""
+        """The timeout of the current call, which cancels the task; None if the call has no timeout."""
         self.now = "start"
         """Name of the current call, or of the last one, for messages."""
         self.within(seconds)

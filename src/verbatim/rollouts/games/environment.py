@@ -21,8 +21,9 @@ from verbatim.rollouts.games.random_moves import MOVES, random_move
 class TextArena:
     """A game of textarena (0.7) for one or several players. The package decides each player's reward.
 
-    The policy plays one player ("main") or, with `opponent = "self"`, all players ("player_0", "player_1", ...). In the
-    second case each player is trained with its own reward, compared with the same player in the group's other games.
+    The policy plays one player ("main") or, with `opponent = "self"`, all players ("player_0", "player_1", ...). If the
+    policy plays all players, each player is trained with its own reward, which is compared with the rewards of the same
+    player in the group's other games.
 
     Raises:
         UsageError: the package is not installed, the game does not exist or needs something that is missing (a word
@@ -37,7 +38,7 @@ class TextArena:
     all players and is trained only for its own seat), "random", `{ frozen = "path" }` or
     `{ model = "name", base_url = "url" }`. Ignored in games for one player."""
     seat: int | Literal["alternate"] = "alternate"
-    """Index of the policy's player, counting from 0. With "alternate" it changes from example to example."""
+    """Index of the policy's player, counting from 0. With "alternate" the index changes from example to example."""
     num_players: int | None = None
     """Number of players; None for the smallest number that the game allows."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -103,11 +103,13 @@ class Game:
 
 
 SWAPPED = ("Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte")
-"""Games of textarena 0.7 that have a bug: they pass the reward and the reason of an invalid move in the wrong order."""
+"""Games of textarena 0.7 that have a bug: for an invalid move, they pass the arguments reward and reason in the wrong
+order."""
 
 
 def _swap_back(state: Any) -> None:
-    """Work around the bug of the games in `SWAPPED`: make the state's method accept both orders."""
+    """Work around the bug of the games in `SWAPPED`: make the state's method accept reward and reason in both
+    orders."""
     set_invalid_move = state.set_invalid_move
 
     def in_order(reason: Any, reward: Any) -> None:
@@ -123,10 +125,11 @@ FEWEST = {"MarketEntryGame": 2, "PublicGoodsGame": 2, "QuantumTicTacToe": 2, "Sp
 
 
 def fewest_players(spec: GameSpec, options: Mapping[str, Any]) -> int:
-    """Find the smallest number of players with which the game starts, by trying.
+    """Find the smallest number of players with which the game starts, by trying to start it.
 
     Raises:
-        ComponentError: the game starts with no number of players from 1 to 15; the message is the game's last error.
+        ComponentError: the game does not start, whatever the number of players from 1 to 15; the message is the game's
+            last error.
     """
     for num_players in range(FEWEST.get(spec.kind, 1), MOST_PLAYERS + 1):
         try:

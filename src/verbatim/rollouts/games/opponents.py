@@ -176,7 +176,7 @@ class _Speaker:
         return self._loop.info if self._loop is not None else {}
 
     async def say(self, talk: Sequence[Message], game: Game) -> str:
-        """Return the opponent's next action. Raises EnvironmentFault if its loop can take no more turns."""
+        """Return the opponent's next action. Raises EnvironmentFault if the opponent's loop can take no more turns."""
         assert self._loop is not None
         try:
             message = await self._loop.sample(talk)

@@ -35,8 +35,8 @@ MISSING_FILES = frozenset({"ScorableGames", "UsedCar", "UsedCarNegotiation"})
 UNREADABLE = frozenset({"Klondike"})
 """Folders of the games whose published code is a syntax error in every Python version."""
 _VARIANTS = ("-train", "-raw")
-"""Suffixes of game ids that differ only in how observations are wrapped. Such games are the same here, because the
-package's observation wrappers are not used."""
+"""Suffixes of game ids. Games whose ids differ only in such a suffix differ only in how the package wraps their
+observations. Here they are the same game, because the package's observation wrappers are not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def games() -> Mapping[str, GameSpec]:
 
 
 def make_game(spec: GameSpec, options: Mapping[str, Any]) -> tuple[Any, list[Callable[[str], str]]]:
-    """Return (game, changes): a game without its wrappers, and the changes that its wrappers make to an action, in
-    order.
+    """Return (game, changes): a game without its wrappers, and the functions with which its wrappers change an action,
+    in the order in which they are called.
 
     Raises:
         ComponentError: the package refuses the options, or cannot create the game.

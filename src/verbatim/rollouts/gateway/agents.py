@@ -1,5 +1,5 @@
-"""Finds names for the agents of a session whose requests have no agent name, by their system prompts and earlier
-answers."""
+"""Names the agents of a session. If a request has no agent name, its agent is recognised by the system prompt and by
+earlier answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.rollouts.gateway.canonical import digest_of, frame_of, opening_of
 
 LONGEST = 2**18
-"""Maximum length, in characters, of a system prompt in which clocks and counters are searched. A longer prompt is
+"""Maximum length, in characters, of a system prompt that is searched for clocks and counters. A longer prompt is
 compared as a whole."""
 
 

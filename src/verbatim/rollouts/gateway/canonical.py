@@ -1,12 +1,13 @@
 """Computes digests of chat messages that do not depend on how a client serialises the messages.
 
 A client parses an answer into its own objects and sends it back in the next request. On the way it may reorder the
-arguments of a call or change their white space, rename call ids, drop empty fields, or send the content as parts. The
-digest does not change through this. Every difference that a template could render changes the digest.
+arguments of a call or change their white space, rename call ids, drop empty fields, or send the content as parts. None
+of this changes the digest. Every difference that a template could render does change it.
 
 Example: An assistant message with the content None and a call "call_7" of `add` with the arguments '{"b": 2, "a": 1}'
 has the same digest as a message with the content "" and a call "toolu_1" with `{"a": 1.0, "b": 2}`. The tool's answer
-to "call_7", after the first message, has the same digest as the tool's answer to "toolu_1", after the second.
+that follows the first message and names "call_7" has the same digest as the answer that follows the second message and
+names "toolu_1".
 """
 
 from __future__ import annotations

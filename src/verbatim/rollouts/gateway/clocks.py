@@ -25,8 +25,8 @@ _MOMENT = re.compile(
     rf"|(?P<now>{_NOW})(?:{_TIME}|{_SECONDS})"
     rf"|(?m:^)[^\w\n]{{0,3}}(?:{_TIME}|{_SECONDS})[^\w\n]{{0,3}}(?m:$)"
 )
-"""Matches a date; an unambiguous time of day; and an ambiguous time, or a Unix time, that follows words such as "now
-is" or stands alone on a line."""
+"""Matches any of three things: a date; an unambiguous time of day; or an ambiguous time of day or Unix time that
+follows words such as "now is" or stands alone on a line."""
 
 _UUID = re.compile(r"(?i:(?<![^\W_])[a-f\d]{8}(?:-[a-f\d]{4}){3}-[a-f\d]{12}(?![^\W_]))")
 _HEX = re.compile(r"(?i:(?<![^\W_])[a-f\d]{4,}(?![^\W_]))")

@@ -1,4 +1,5 @@
-"""Tracks a session's answers on their way to clients: the progress of each answer, and which were never received."""
+"""Tracks a session's answers on their way to clients: the progress of each answer, and which answers no client
+received."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class Delivery:
         self._under_way.difference_update(turns)
 
     def went_on(self, turns: Sequence[Turn]) -> None:
-        """Register that the last turn was recorded. Its client must have received the answers of the earlier turns that
-        it extends."""
+        """Register that the last of these turns was recorded. The client that requested it must have received the
+        answers of the earlier turns that it extends."""
         self.arrived(*[turn for turn in self._under_way if turns[-1].extends(turns[turn])])
 
     def settle(self, recorder: Recorder, *, trained: bool) -> dict[str, int]:
@@ -60,8 +61,8 @@ class Delivery:
             trained: True to leave the undelivered turns trained.
 
         Returns:
-            The number of undelivered answers as "undelivered", and of the tokens in these answers as
-            "undelivered_tokens".
+            Under "undelivered" the number of undelivered answers, and under "undelivered_tokens" the number of tokens
+            in these answers.
         """
         lost = sorted(self._under_way)
         self._under_way.clear()

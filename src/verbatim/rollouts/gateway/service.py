@@ -313,8 +313,8 @@ class Service:
 
 
 def _split(request: Request) -> tuple[str | None, str]:
-    """Split a request into (key, route): `/s/KEY/v1/models` is (KEY, "models"). If the path has no key, it is taken
-    from the headers."""
+    """Split a request into (key, route): `/s/KEY/v1/models` is (KEY, "models"). If the path has no key, the key is
+    taken from the headers."""
     parts = [part for part in request.url.path.split("/") if part]
     key: str | None = None
     if len(parts) >= 2 and parts[0] == "s":

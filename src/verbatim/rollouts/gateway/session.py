@@ -37,9 +37,9 @@ INFO = "gateway"
 _MOST_BRANCHES = 1000
 """Maximum number of branches that are listed individually. Further branches are only counted."""
 _MOST_FRESH = 32
-"""Number of turns whose prompts are kept as arrays, which saves rebuilding them from the token tree. It is small
-because few conversations are active at a time, and because an array for every turn would take memory quadratic in the
-length of a conversation."""
+"""Number of turns whose prompts are kept as arrays, which saves rebuilding them from the token tree. The number is
+small because few conversations are active at a time, and because arrays for all turns would take memory quadratic in
+the length of a conversation."""
 
 
 @dataclass(eq=False)
@@ -92,8 +92,9 @@ class Session:
 
     @property
     def fault(self) -> RolloutError | None:
-        """The fault that makes the episode fail, or None: the first RecordError, or else a sampler fault that a client
-        got as the answer to a prompt, unless a later request with the same prompt succeeded."""
+        """The fault that makes the episode fail, or None. It is the first RecordError. If there is no RecordError, it
+        is a sampler fault that a client got as the answer to a prompt, unless a later request with the same prompt
+        succeeded."""
         return self._record_fault or next(iter(self._sampler_faults.values()), None)
 
     @property
@@ -337,9 +338,9 @@ class Session:
         return None if turns[turn].extends(turns[before]) else before
 
     def _restores_reasoning(self) -> bool:
-        """Return True if answers that come back without their reasoning get it back. By default this is done only for
-        renderers that keep the history verbatim. With history = "template" the chat template decides from the messages
-        alone, as on a stateless server, so nothing may be added to them."""
+        """Return True if the reasoning is restored in answers that a client sends back without it. By default it is
+        restored only for renderers that keep the history verbatim. With history = "template" the chat template decides
+        from the messages alone, as on a stateless server, so nothing may be added to them."""
         if self.settings.restores_reasoning is not None:
             return self.settings.restores_reasoning
         return getattr(self.loop.renderer, "history", "template") == "verbatim"
@@ -438,13 +439,15 @@ class Session:
 
 
 def _with_prompt(thread: Thread, prompt_ids: Int32 | None) -> Thread:
-    """Copy the thread with these prompt ids as an array; None frees the array, which the recorder can rebuild."""
+    """Return a copy of the thread that holds these prompt ids as an array. If they are None, the copy holds no array;
+    the recorder can rebuild it."""
     ids = np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids
     return _changed(thread, answer={"prompt_ids": prompt_ids}, conversation={"prompt_ids": ids})
 
 
 def _changed(thread: Thread, *, answer: Mapping[str, Any], conversation: Mapping[str, Any], **changes: Any) -> Thread:
-    """Copy the thread with changed fields of itself, of its answer, and of the answer's conversation."""
+    """Return a copy of the thread, with changes to its own fields, to the fields of its answer, and to the fields of
+    the answer's conversation."""
     held = thread.answer.conversation
     if held is not None:
         held = dataclasses.replace(held, **conversation)

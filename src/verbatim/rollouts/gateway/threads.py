@@ -324,8 +324,8 @@ class Threads(Generic[T]):
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
         """Return the evidence that a shorter history has replaced a longer one, or None. There is evidence if the
-        request has fewer messages, and either some of them were at other places before, or one quotes the last answer,
-        as a summary does."""
+        request has fewer messages, and either some of these messages were at other places before, or one of them quotes
+        the last answer, as a summary does."""
         longest, message = self._longest.get(agent, 0), walk.first_new
         if walk.end.depth >= longest or message is None:
             return None

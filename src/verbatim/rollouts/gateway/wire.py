@@ -17,8 +17,8 @@ _LONGEST_MESSAGE = 2000
 
 
 def headers_of(request: Request) -> dict[str, str]:
-    """Return the headers, keyed by lower-case name. Values that are not UTF-8 are decoded as Latin-1, the older
-    encoding of headers, which `fetch` and the package requests send."""
+    """Return the headers, keyed by lower-case name. Values that are not UTF-8 are decoded as Latin-1. This is the older
+    encoding of headers, and `fetch` and the package `requests` still use it."""
     return {name.decode("latin-1"): _readable(value) for name, value in request.headers.raw}
 
 

@@ -23,7 +23,7 @@ _PRICES = ("prompt", "completion")
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSettings:
-    """The settings of an endpoint that judges and reward models have in common."""
+    """The endpoint settings that judges and reward models have in common."""
 
     cache: str | Path | None = "memory"
     """Where answers are cached, keyed by the whole request: "memory" or a folder; None for no cache."""

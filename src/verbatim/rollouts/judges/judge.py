@@ -1,4 +1,4 @@
-"""A model behind a chat endpoint that grades episodes by named criteria."""
+"""A judge that grades episodes by named criteria. It is a model behind a chat endpoint."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _check_criteria(criteria: Any, weights: Any) -> None:
 
 
 def _read(text: str, names: Sequence[str], scale: int) -> dict[str, float] | str:
-    """Parse the grades in a judge's answer. If it cannot be parsed, return a string that says why.
+    """Parse the grades in a judge's answer. If the answer cannot be parsed, return a string that says why.
 
     >>> _read('Well: {"correct": 7}', ("correct",), 10), _read('{"correct": 11}', ("correct",), 10)
     ({'correct': 7.0}, 'correct: found 11, expected a number from 0 to 10')

@@ -32,11 +32,11 @@ class RewardModel(EndpointSettings):
     url: str
     """The full URL of the endpoint."""
     model: str | None = None
-    """The value that is sent as `model`; None to send none."""
+    """The value that is sent as `model`; None to leave out `model`."""
     path: str = "reward"
     """Path to the number in the answer: keys and list indices, separated by dots."""
     name: str = "reward_model"
-    """Name of the part of the reward, in metrics."""
+    """Name under which metrics show this part of the reward."""
     weight: float = 1.0
     """Factor by which the number is multiplied."""
     _client: HttpClient = field(init=False, repr=False, compare=False)

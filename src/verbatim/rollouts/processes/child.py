@@ -59,7 +59,7 @@ def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> N
 
 def _prepare_process() -> None:
     """Set `oom_score_adj` to 800 (the maximum is 1000), so that the kernel kills workers before trainer and sampler
-    when memory runs out. Raise the limit of open files, for environments."""
+    when memory runs out. Also raise this process's limit of open files, for the sake of environments."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800")
     raise_descriptor_limit()

@@ -1,6 +1,7 @@
 """RPC between two processes over a socket. Each end can call methods of the other end, any number of them concurrently.
 
-A message is its length in 8 bytes, followed by a pickled tuple: the message's kind, the call's number, the arguments.
+A message is a pickled tuple after 8 bytes with the tuple's length. The tuple has the message's kind, the call's number
+and the arguments.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ LARGEST = 2**30
 
 
 class RpcConnection(asyncio.Protocol):
-    """One end of the socket. The other end may call `methods` by name. A method must itself handle every error that is
-    not a `VerbatimError`, because such an error is not sent back, and the caller would wait forever."""
+    """One end of the socket. The other end may call `methods` by name. Of the errors that a method raises, only a
+    `VerbatimError` is sent back. A method must itself handle every other error, or the caller would wait forever."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
         self._methods = methods

@@ -40,10 +40,10 @@ async def process_runner(
     inputs: RunnerInputs,
     settings: ProcessSettings = ProcessSettings(),  # noqa: B008  frozen
 ) -> AsyncIterator[ProcessRunner]:
-    """Context manager for an `EpisodeRunner` on worker processes, of which each environment has `inputs.workers`. The
-    sampler stays in this process, and so do the episodes of environments that are not in `inputs.setups`. What an
-    environment prints is written to `{label}.log`. Raises UsageError if the processes of an environment cannot be
-    started; the message names the environment and says why."""
+    """Context manager for an `EpisodeRunner` that uses worker processes: `inputs.workers` processes for each
+    environment. The sampler stays in this process, and so do the episodes of environments that are not in
+    `inputs.setups`. What an environment prints is written to `{label}.log`. Raises UsageError if the processes of an
+    environment cannot be started; the message names the environment and says why."""
     counted, context = CountingSampler(inputs.sampler), WorkerContext.current()
     by_label: dict[str, dict[tuple[str, str], RemoteSetup]] = {}
     for (purpose, label), setup in inputs.setups.items():

@@ -41,8 +41,8 @@ _START = (
     "from verbatim.rollouts.processes.child import main; main(int(fd), int(parent))"
 )
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables that limit threads, as Ray sets them: many workers with one thread per core each would slow
-each other down."""
+"""Environment variables that limit the threads of a worker, with the values that Ray sets. If every worker had one
+thread per core, many workers would slow each other down."""
 
 
 class ProcessWorker:
@@ -157,7 +157,7 @@ class ProcessWorker:
             raise
 
     async def _oversee(self, process: asyncio.subprocess.Process) -> None:
-        """Monitor the process until it has ended. The episodes that it is running then are lost."""
+        """Monitor the process until it has ended. The episodes that it is running when it ends are lost."""
         exited, closed = asyncio.create_task(process.wait()), self._peer.closed
         either: set[asyncio.Future[Any]] = {exited, closed}
         try:

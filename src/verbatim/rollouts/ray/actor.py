@@ -45,9 +45,9 @@ def _pack(ray: Any, name: str, value: Any) -> bytes:
 
 
 _MADE_THERE = {"sampler": "generate", "template": "render_ids"}
-"""Settings that may be given as a factory function. Each has the name of a method by which the object is told apart
-from a factory. The method is looked up on the type, because `isinstance` would read properties, and for those a sampler
-over HTTP calls its server."""
+"""Settings that may be given as an object or as a function that creates the object. The value is the name of a method
+that only the object has. The method is looked up on the object's type: `isinstance` would read properties of the
+object, and to read a property a sampler over HTTP calls its server."""
 
 
 class RolloutActor:

@@ -13,8 +13,8 @@ from verbatim.core.errors import UsageError
 from verbatim.core.imports import refuse_without
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Size of the object store of a Ray that is started here. It is the smallest that Ray accepts, because trajectories
-travel in messages and not through the object store."""
+"""Size in bytes of the object store if Ray is started here. Ray accepts no smaller size, and a larger one is not
+needed, because trajectories travel in messages and not through the object store."""
 
 
 def import_ray() -> Any:

@@ -352,8 +352,8 @@ class ProgramEpisode(Episode):
         return self._reward
 
     def _settle(self, session: Session, played: _Played) -> None:
-        """Set the reward, or raise the fault of the episode. A fault of the sampler is raised before one of the
-        program, because it may have caused the program's failure."""
+        """Set the reward, or raise the fault of the episode. A fault of the sampler takes precedence over a fault of
+        the program, because the sampler's fault may have caused the program's failure."""
         if session.fault is not None:
             raise session.fault
         fault = played.fault
@@ -412,7 +412,8 @@ class ProgramEpisode(Episode):
             await process.close()
 
     def _line(self, outcome: ProgramEnd) -> str:
-        """Return the last non-empty line of the output that has the reward, or "" if every line is empty."""
+        """Return the last non-empty line of the program's output or, with reward = "score", of the scoring command's
+        output. Return "" if every line is empty."""
         text = outcome.stdout if self._environment.reward == "last_line" else outcome.score
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 

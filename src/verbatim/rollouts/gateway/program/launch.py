@@ -37,8 +37,8 @@ QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
 }
-"""Environment variables that every program gets: for unbuffered output, no telemetry, and no proxy between the program
-and the gateway."""
+"""Environment variables that every program gets. They make its output unbuffered, and turn off telemetry and any proxy
+between the program and the gateway."""
 
 # File descriptor 3 is the real standard input. Only the `read` commands and the program use it; the scoring command
 # must not. The exit status 125 means that the wrapper itself failed. In a sandbox, `kill -- -1` kills all other
@@ -200,9 +200,10 @@ class Launch:
 
 
 def _prefixes(program: str) -> list[Path]:
-    """Return the installation folders of a program that is not in a system folder. These are the folder of the file and
-    those of each symbolic link on the way to it, so that the Python of a virtual environment finds its packages and its
-    library. A folder that contains the user's home is never returned; the narrower folder is returned instead."""
+    """Return the installation folders of a program that is not in a system folder. These are the folders that hold the
+    file and each symbolic link on the way to the file, so that the Python of a virtual environment finds its packages
+    and its library. A folder that contains the user's home is never returned; a folder below it, or the path of the
+    file or link itself, is returned instead."""
     found, path, home = [], Path(program), Path(os.environ.get("HOME") or "/").resolve()
     for _ in range(16):  # more than any real chain of links, and an end if they form a loop
         path = path.parent.resolve() / path.name

@@ -89,7 +89,7 @@ class Reused:
 
 
 class ReusedPrograms:
-    """Assigns each episode to a process with a free place, and starts another process if no process has one.
+    """Assigns each episode to a process with a free place, and starts another process if no process has a free place.
 
     Args:
         launch: The settings with which a process is started.

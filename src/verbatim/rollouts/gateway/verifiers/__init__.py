@@ -1,2 +1,2 @@
-"""Runs environments of the package `verifiers`, with its tasks, programs and rewards, and with our sampler and
-recorder."""
+"""Runs environments of the package `verifiers`. The tasks, programs and rewards are the package's; the sampler and the
+recorder are ours."""

@@ -28,7 +28,8 @@ from verbatim.rollouts.gateway.session_settings import SessionSettings
 logger = logging.getLogger(__name__)
 
 _STOPS = {"max_turns": "max_turns", "max_total_completion_tokens": "max_output_tokens"}
-"""verifiers' stop condition for each kind of limit for which a request is refused."""
+"""The stop condition of verifiers that corresponds to each of our limits. A request that exceeds the limit is
+refused."""
 
 
 class TraceSession(Session):
@@ -93,9 +94,9 @@ class Reception:
 
 @dataclass(eq=False)
 class VerifiersServing:
-    """verifiers' servers and the gateway of one event loop, which run as long as an episode uses them. One task of its
-    own enters and leaves the contexts of the servers: their cancel scopes require that both happen on the same task,
-    but the first and the last episode run on different tasks."""
+    """verifiers' servers and the gateway of one event loop, which run as long as an episode uses them. A dedicated
+    asyncio task enters and exits the context managers of the servers. Their cancel scopes require that one task does
+    both, but the first and the last episode run on different tasks."""
 
     env: Any
     """The environment object of verifiers."""

@@ -1,5 +1,5 @@
 """Compares verifiers' traces with the turns that our sampler served: both must have the same sampled tokens, and each
-of these tokens in the same context.
+token must have the same context in both.
 
 verifiers stores a rollout as a graph of messages. Each message has the ids that it adds, and a mask of those that were
 sampled. The prompt of a sampled message consists of all ids on the path to it and of its own ids outside the mask; its
@@ -30,7 +30,8 @@ Served = tuple[bytes, bytes, bytes]
 
 
 def check_served(traces: Sequence[Any], turns: Sequence[Turn]) -> None:
-    """Check that the traces have exactly the completions that were served, each in the same context.
+    """Check that the traces have exactly the completions that were served, and that each completion follows the same
+    context.
 
     Raises:
         EnvironmentFault: the traces differ from the turns.

@@ -1,8 +1,8 @@
 """Runs verifiers' chat loop in this process, because verifiers' own harness `null` would first install a program from
 the network.
 
-The model takes a turn, its calls of the task's MCP tools are run, and so on until it takes a turn without a call. Every
-request goes through verifiers' interception server, as with any other harness.
+The model takes turns, and the task's MCP tools that a turn calls are run after it. A turn without a call is the last
+one. Every request goes through verifiers' interception server, as with any other harness.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class VerbatimChat(Harness[VerbatimChatConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """Play the task to its end. If it fails, `stderr` of the result has the error of the model server."""
+        """Play the task to its end. If a request to the model server fails, `stderr` of the result has the server's
+        error."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
