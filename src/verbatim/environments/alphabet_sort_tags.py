@@ -18,7 +18,7 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.sources import HuggingFaceExamples, read_json_lines
 
 SEED = 1337420
-"""The seed that verifiers uses. With it, the tasks are generated in the same order as there."""
+"""The seed that verifiers uses. With this seed, the tasks are generated in the same order as in verifiers."""
 TAGS = ("alphabetical_sorted", "combined_alphabetical_sorted")
 """The tag around the list in the first answer, and the tag around the list in each later answer."""
 NEW = " // new name!"
@@ -183,8 +183,8 @@ class TaggedSorting(Episode):
         return tries[-1] if tries and improves else 0.0
 
     async def score(self, trajectory: Trajectory) -> float:
-        """Return the mean of the similarities, raised to the power as the settings say. A missing answer counts as
-        0."""
+        """Return the mean of the similarities. The setting `power_per_turn` says whether each similarity or their mean
+        is raised to the power. A missing answer counts as 0."""
         power, count = self._rules.similarity_power, len(self._asked)
         if self._rules.power_per_turn:
             return sum(value**power for value in self._similarities) / count
@@ -209,7 +209,8 @@ class TaggedSorting(Episode):
 def similarity(content: str, answer: Sequence[str]) -> float:
     """Return `difflib`'s ratio between the given lines and the right lines, after stripping and lower-casing both.
 
-    Example: given "B", the right list "a": 0; given "A": 1; given "ab", the right list "abcd": 2 * 2 / 6.
+    Example: if the right list is "a", the ratio of "B" is 0 and the ratio of "A" is 1. If the right list is "abcd", the
+        ratio of "ab" is 2 * 2 / 6.
     """
     given = "\n".join(line.strip().lower() for line in content.split("\n") if line.strip())
     right = "\n".join(line.strip().lower() for line in answer)

@@ -12,8 +12,8 @@ from verbatim.environments.environment import Demonstration, Episode, Reply, che
 from verbatim.environments.tools import FunctionTool
 
 SLIPS = 0.3
-"""Probability that a step of a demonstration picks its tool at random, and also that the answer of a demonstration is
-off by at most one."""
+"""Probability that a step of a demonstration picks its tool at random. Also the probability that the answer of a
+demonstration is off by at most one."""
 TOOL_SHARE = 0.1
 """Share of the reward that the agent gets for calling any tool."""
 
@@ -25,7 +25,7 @@ class Calculator:
     The reward has the parts `correct`, 0.9 for the right answer, and `used_tools`, 0.1 for calling any tool.
 
     Raises:
-        UsageError: `largest` is too small for so many different tasks.
+        UsageError: `largest` is too small for `num_train + num_eval` different tasks.
     """
 
     largest: int = 9

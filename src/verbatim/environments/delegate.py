@@ -14,7 +14,7 @@ from verbatim.environments.tools import FunctionTool
 
 COLOURS = ("red", "blue", "green", "black", "white", "amber")
 MISREADS = 0.4
-"""Probability that a demonstration gives a random number, and also that it asks for a random box."""
+"""Probability that a demonstration gives a random number. Also the probability that it asks for a random box."""
 DELEGATION_SHARE = 0.1
 """Share of the reward that the agent gets for calling `ask` at all."""
 

@@ -70,8 +70,8 @@ class Episode:
     `random_move(rng)` returns a string that is a legal answer now, or None. `verbatim env check` plays `solution` and
     `random_move`.
 
-    The attribute `hears_last_turn = False` is optional too: with it, `reply` is not called for the last turn that the
-    limits allow the model.
+    The attribute `hears_last_turn` is optional too. If it is False, `reply` is not called for the last turn that the
+    model gets before a limit ends the episode.
     """
 
     messages: Sequence[Message] = ()

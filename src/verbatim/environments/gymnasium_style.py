@@ -33,7 +33,7 @@ class GymnasiumStyle:
 
     Raises:
         ComponentError: the environment cannot be created, or lacks `reset` or `step`.
-        UsageError: there would be fewer than one example.
+        UsageError: the number of training or evaluation examples is less than 1.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ def _made(name: str, make: Callable[[], Any], arguments: Mapping[str, Any]) -> A
 
 
 def demonstrations_of(environment: Environment, name: str, count: int, seed: int) -> Sequence[Demonstration]:
-    """Return `count` demonstrations of an environment, checked.
+    """Return `count` demonstrations of an environment, after checking them.
 
     Raises:
         ComponentError: the environment has no demonstrations, or returned an invalid value.
@@ -114,7 +114,7 @@ def demonstrations_of(environment: Environment, name: str, count: int, seed: int
 
 
 def examples_of(environment: Environment, name: str, split: str) -> Sequence[Example]:
-    """Return the examples of one split of an environment, checked.
+    """Return the examples of one split of an environment, after checking them.
 
     Raises:
         ComponentError: `examples` raised an exception, or did not return a list of examples with unique ids.

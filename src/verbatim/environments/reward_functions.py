@@ -1,5 +1,5 @@
-"""Calls users' reward functions. They have one of two conventions: they take one completion at a time, or lists of
-completions as in TRL."""
+"""Calls users' reward functions. A function follows one of two conventions: it takes one completion at a time, or lists
+of completions as in TRL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.environments.tools.threads import in_thread
 LISTS = ("completions", "prompts", "completion_ids", "environments")
 """Arguments that TRL's functions take in addition to the data's columns: lists with one item per rollout."""
 OURS = ("completion", "prompt", "messages", "trajectory")
-"""Arguments that a function of one `completion` takes in addition to the data's columns."""
+"""Arguments that a function for one completion at a time takes in addition to the data's columns."""
 _EXPECTED = (
     "expected `def {name}(completion, answer, **columns) -> float`, with the sampled text and fields of the row by "
     "name, or TRL's `def {name}(completions, answer, **columns) -> list[float]`"

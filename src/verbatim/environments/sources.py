@@ -110,7 +110,7 @@ class _Source(Sequence[Example]):
 
 
 class ListExamples(_Source):
-    """Examples from rows in memory. All rows are checked at once.
+    """Examples from rows in memory. All rows are checked when the object is created.
 
     Args:
         rows: The rows, as mappings.
@@ -141,7 +141,7 @@ class ListExamples(_Source):
 
 
 class JsonlExamples(_Source):
-    """Examples from the lines of a JSONL file, which is read and checked at once.
+    """Examples from the lines of a JSONL file, which is read and checked when the object is created.
 
     Example:
         >>> class Sums:  # doctest: +SKIP

@@ -21,7 +21,8 @@ NUMBERS = range(10, 50)
 LOOKS = 0.25
 """Probability that a demonstration begins by listing the files."""
 SLIPS = 0.4
-"""Probability that a part of a demonstration (the word, the file or the answer) is drawn at random, so may be wrong."""
+"""Probability that a part of a demonstration (the word, the file or the answer) is drawn at random and so may be
+wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Terminal:
-    """The agent calls `bash(command)` in a sandbox and ends with `submit(answer)`. The right number earns 1, else 0.
+    """The agent calls `bash(command)` in a sandbox and ends with `submit(answer)`. The right number earns 1, any other
+    number 0.
 
     Raises:
         UsageError: there are no files or more files than names, or no isolation works on this machine and

@@ -273,7 +273,7 @@ def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Exampl
 
 
 def _with_observation(messages: list[Message], observation: Any, name: str) -> list[Message]:
-    """Return the opening messages, with the text that `reset` returned appended to the last user message, as in TRL."""
+    """Return the opening messages. The text that `reset` returned is appended to the last user message, as in TRL."""
     if observation is not None and not isinstance(observation, str):
         raise EnvironmentFault(f"{name}.reset returned {shown(observation)}; expected a string for the model, or None")
     if observation and messages and messages[-1]["role"] == "user":

@@ -3,9 +3,10 @@
 Input: a configuration. Output: a trained model, a `RunResult` and the run folder. Read first: `execute.py`, which
 assembles a run, then `orchestrator/loop.py`, the training loop. Imports all but `inspection` and `cli`.
 
-`verbatim/__init__.py` binds the name `verbatim.run` to the function below, in place of this package. Python sets that
-attribute only when the package is first loaded, so later imports of its modules do not undo it. Importing the package
-imports none of its modules; import them by their full names: `from verbatim.run.execute import execute`.
+`verbatim/__init__.py` binds the name `verbatim.run` to the function below instead of this package. Python binds that
+name to the package only when the package is first loaded, so later imports of the package's modules do not change it.
+Importing the package imports none of its modules; import them by their full names: `from verbatim.run.execute import
+execute`.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ def make_dispatcher(
 def warn_of_useful_flat_groups(config: RunConfig) -> None:
     """Warn where online difficulty filtering drops groups that would have a gradient.
 
-    Groups of equal rewards lack a gradient only if the advantage compares rewards within the group. They have a
-    gradient with an advantage without a baseline, with a teacher, and with a KL term to a reference.
+    Groups of equal rewards lack a gradient only if the advantage compares rewards within the group. They do have a
+    gradient if the advantage has no baseline, if there is a teacher, or if there is a KL term to a reference.
     """
     orchestrator = config.orchestrator
     if not orchestrator.buffer.online_difficulty_filtering or orchestrator.training_mode != "rl":

@@ -1,5 +1,5 @@
-"""Isolates scripts with bubblewrap, with plain user namespaces, or not at all. Which of these work on this machine is
-tried once per process."""
+"""Isolates scripts with bubblewrap, with plain user namespaces, or not at all. Each process tests once which of these
+ways work on this machine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Isolation:
     """"bubblewrap", "unshare" or "none"."""
     command: Callable[..., list[str]]
     """Function (limits, script) that returns the command line to run a bash script under these limits. An optional
-    third argument maps paths inside to folders outside, which are shown read-only at these paths."""
+    third argument maps paths inside the sandbox to folders outside. Each folder is shown read-only at its path."""
     has_namespaces: bool = True
     """True if the script is process 1 of its own process namespace."""
 

@@ -231,8 +231,8 @@ def _cancelling() -> int:
 
 
 async def _take_back(before: int, by_ctrl_c: bool) -> None:
-    """Undo a cancellation of the caller's task by a tool that ran in this task. A cancellation from outside is raised;
-    so is one by Ctrl-C, which asyncio turns into a cancellation.
+    """Undo a cancellation of the caller's task by a tool that ran in this task. A cancellation from outside is raised
+    again. Ctrl-C, which asyncio turns into a cancellation, is raised again too.
 
     Args:
         before: Value of `task.cancelling()` before the call.

@@ -52,7 +52,8 @@ class McpSession:
 
     Args:
         name: The server's name in messages.
-        connect: Starts the server or connects to it. Is given a function to call when the server has ended.
+        connect: Starts the server or connects to it. Its argument is a function that it must call when the server has
+            ended.
         timeout: Time limit in seconds for connecting, and also for listing the tools.
     """
 

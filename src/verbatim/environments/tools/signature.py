@@ -36,7 +36,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class UnwrappedCallable:
-    """A callable, together with the plain function inside it, whose signature is read.
+    """A callable, and the plain function inside it. The signature of the plain function is read.
 
     Example: `partial(search, index)` is unwrapped to the function `search` with one bound parameter.
     """
@@ -100,7 +100,8 @@ class Signature:
     schema: Mapping[str, Any]
     """JSON schema of an object with one property per parameter."""
     returns: Mapping[str, Any] | None
-    """JSON schema of the return value, or None if the function has no return annotation or JSON cannot express it."""
+    """JSON schema of the return value, or None if the function has no return annotation or JSON cannot express the
+    annotated type."""
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Validate the arguments as strict JSON: the string "5" is not an integer, but a date may be given as a string.

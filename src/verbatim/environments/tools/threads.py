@@ -86,8 +86,8 @@ class _ToolThread:
         return waits
 
     def _wait(self) -> bool:
-        """Become idle. Returns False if there are enough idle threads. Called before the caller gets its result
-        (`_idle`)."""
+        """Become idle. Returns False if there are enough idle threads. Called before the caller gets its result (see
+        `_idle`)."""
         if len(_idle) >= MOST_KEPT:
             return False
         _idle.append(self)

@@ -9,8 +9,8 @@ from verbatim.core.errors import UsageError
 from verbatim.core.redaction import hide, hide_in
 
 EnvFrom = Sequence[str] | Mapping[str, str]
-"""Variables to copy from this process to another process: a list of names, or a mapping from names there
-to names here."""
+"""Variables to copy from this process to another process: a list of names, or a mapping from the names in the other
+process to the names in this process."""
 
 
 def further_variables(env: Mapping[str, str] | None, env_from: EnvFrom, where: str) -> dict[str, str]:

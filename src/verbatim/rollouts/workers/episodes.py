@@ -48,7 +48,8 @@ class RemoteSetup:
 def packed_plan(
     setups: Mapping[tuple[str, str], RemoteSetup], renderer: Renderer, dumps: Callable[[Any], bytes]
 ) -> bytes:
-    """Pickle the setups (keyed by purpose and label) and the renderer. `dumps` is `pickle.dumps`, or that of Ray.
+    """Pickle the setups (keyed by purpose and label) and the renderer. `dumps` is `pickle.dumps`, or Ray's function
+    that replaces it.
 
     Raises:
         ComponentError: a worker cannot create an environment; the message names the environment.
@@ -93,7 +94,8 @@ RunEpisode: TypeAlias = Callable[[str, EpisodeTask], Awaitable[bytes]]
 @contextlib.asynccontextmanager
 async def open_episodes(packed: bytes, sampler: Sampler) -> AsyncIterator[RunEpisode]:
     """Context manager that creates the environments of a `packed_plan`. Its value is a function that runs an episode.
-    Raises UsageError if an environment cannot be imported or created here, or if the renderer differs."""
+    Raises UsageError if an environment cannot be imported or created here, or if the renderer created here differs from
+    the run's renderer."""
     raise_descriptor_limit()  # not yet done in a process that Ray has started
     plans: Mapping[tuple[str, str], RemoteSetup]
     plans, renderer = pickle.loads(packed)  # noqa: S301  (from the run's process)

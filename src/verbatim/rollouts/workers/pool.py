@@ -32,7 +32,7 @@ MOST_ALONE = 4
 """Maximum number of episodes that have a worker of their own at a time. If there are more workers than this, the
 maximum is the number of workers."""
 LONGEST_PAUSE = 10.0
-"""Maximum pause in seconds before a lost worker is replaced, as long as no episode ends."""
+"""Maximum pause in seconds before a lost worker is replaced (see `pause_before_replacement`)."""
 
 
 @dataclass(eq=False)

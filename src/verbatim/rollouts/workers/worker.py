@@ -34,7 +34,8 @@ class Worker(Protocol):
         """Start the process, and create its environments. Returns the process id on the process's host.
 
         Raises:
-            UsageError: the worker cannot be started; the message says why and what to change. It must still be closed.
+            UsageError: the worker cannot be started; the message says why and what to change. The worker must be closed
+                in this case too.
         """
 
     async def run(self, label: str, task: EpisodeTask) -> bytes:
