@@ -182,7 +182,7 @@ def imitated_samples(
 
 
 def check_imitation(config: RunConfig, conversations: Sequence[ImitatedConversation], renderer: Renderer) -> None:
-    """Refuse a warm start in which one of the conversations tried (`_TRIED` of them) would fail, or none fits.
+    """Try `_TRIED` of the conversations. Refuse the warm start if one of these would fail, or if none of these fits.
     The warm start itself reports faults in the other conversations, with the same message.
 
     Raises:

@@ -50,7 +50,7 @@ class _LogFileHandler(logging.FileHandler):
 
 
 def log_to_console(console: Console, level: int = logging.INFO) -> None:
-    """Log to the console, from this level on; from chatty libraries, log only warnings."""
+    """Log to the console, from this level on. Of chatty libraries, log only warnings."""
     logging.basicConfig(handlers=[_on_console(console, level)])
     logging.getLogger().setLevel(logging.INFO)
     for noisy in ("httpx", "transformers", "matplotlib"):

@@ -311,7 +311,7 @@ async def while_telling(side: TrainerSide, orchestrator: Any, work: Coroutine[An
 
     async def held() -> bool:
         """Keep exits inside this task: asyncio re-raises a SystemExit of a task from the event loop itself, where it
-        would be mistaken for an environment's."""
+        would be mistaken for a SystemExit of an environment."""
         try:
             return await work
         except (SystemExit, KeyboardInterrupt) as error:

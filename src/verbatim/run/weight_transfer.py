@@ -15,7 +15,8 @@ from verbatim.run.rollouts import inference_settings
 from verbatim.run.trainer_ranks import is_launched
 
 _ANY_PORT = 9
-"""The port used to find this host's address towards a server. Any port will do, because nothing is sent."""
+"""The port used to find the address from which this host reaches a server. Any port will do, because nothing is
+sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:

@@ -15,8 +15,8 @@ def chosen(examples: Sequence[Example], *, episodes: int, most: int | None) -> t
         episodes: Maximum number of episodes in total; if it is less than `most`, each example is played once.
         most: Maximum number of examples. None for one example per episode.
 
-    Example: with `episodes=24, most=None`, the first 24 of 120 examples are played once each; 7 examples are played 3
-    times each, in 21 episodes.
+    Example: with `episodes=24, most=None`, the first 24 of 120 examples are played once each. If there are only 7
+        examples, each is played 3 times, which makes 21 episodes.
     """
     first = examples[: episodes if most is None else most]
     return first, max(1, episodes // len(first))

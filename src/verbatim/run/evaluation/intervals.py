@@ -129,9 +129,9 @@ def effective_size(values: ByExample) -> float:
     It is the number n of episodes divided by the design effect, which is the factor by which the variance of p exceeds
     p (1 - p) / n (Dean & Pagano 2015, "Evaluating confidence interval methods for binomial proportions in clustered
     surveys"). With m episodes per example, the design effect is 1 if the episodes of an example are independent, and m
-    if they are all alike (Kish 1965, "Survey sampling"). How alike they are shows only in the episodes that differ from
-    the majority. If there are few such episodes (none, if all succeed), the variance over examples is unreliable. So
-    the estimate starts from the middle, (1 + m) / 2, with the weight of one such episode:
+    if they are all alike (Kish 1965, "Survey sampling"). Only episodes that differ from the majority show how alike the
+    episodes of an example are. If few episodes differ (none, if all succeed), the variance over examples is unreliable.
+    So the estimate starts from the middle, (1 + m) / 2, with the weight of one episode that differs from the majority:
 
         ((t / z)^2 * n^2 * variance of p + (1 + m) / 2) / (n p (1 - p) + 1), between 1 and m
 

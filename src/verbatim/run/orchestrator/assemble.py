@@ -205,7 +205,7 @@ def break_metrics(completed: Sequence[Trajectory]) -> dict[str, float]:
 
 def kept_set_metrics(groups: Sequence[AssembledGroup]) -> dict[str, float]:
     """`kept_ids/mean` and `kept_ids/max`, over the trained tokens sampled from a truncated distribution, and
-    `kept_ids/cut`, their share of all trained tokens; empty if nothing was truncated."""
+    `kept_ids/cut`, the share of these tokens among all trained tokens; empty if nothing was truncated."""
     counts = [sample.kept_sets.counts for g in groups for sample in g.samples if sample.kept_sets is not None]
     if not counts:
         return {}

@@ -13,8 +13,8 @@ from mmap import PAGESIZE
 THRESHOLDS = (50_000, 10, 50)
 """The thresholds of `gc.set_threshold`: the number of new objects before a collection of the youngest generation, and
 the number of collections of one generation before a collection of the next. With 10,000 episodes in flight, a
-collection of the youngest generation takes 27 ms, and one of the next generation, half a million objects, 340 ms,
-because the objects are not in the processor's caches. See `spot_checks`."""
+collection of the youngest generation takes 27 ms. A collection of the next generation, which has half a million
+objects, takes 340 ms, because the objects are not in the processor's caches. See `spot_checks`."""
 CHECK_EVERY = 0.05
 """Seconds between two rounds of `spot_checks`. The collector counts new objects minus freed objects: while as many
 objects are freed as created, it does not run, and when it finally runs, it traverses everything created meanwhile. With
@@ -22,9 +22,9 @@ objects are freed as created, it does not run, and when it finally runs, it trav
 ONE_IN, FEW = 16, 50
 """While collections find fewer than `FEW` cyclic objects, only every `ONE_IN`th round collects."""
 GROWTH, SLACK = 1.25, 100_000
-"""A full collection runs once the number of objects per held episode has grown by this factor, plus this many objects
-in total, since the last full collection. It blocks the event loop: for 2 s with 10,000 episodes in flight, for more
-than a minute with 100,000."""
+"""A full collection runs once the number of objects per held episode has grown by the factor `GROWTH`, plus `SLACK`
+objects in total, since the last full collection. A full collection blocks the event loop: for 2 s with 10,000 episodes
+in flight, for more than a minute with 100,000."""
 MEMORY_GROWTH, MEMORY_SLACK = 1.5, 1 << 30
 """The same factor and addition for resident memory, in bytes: a few cyclic objects may hold large arrays, whose size
 the collector does not count."""
