@@ -68,7 +68,7 @@ def align(earlier: Sequence[int], prompt: Sequence[int], shared: int) -> Alignme
 
 
 class _Runs:
-    """Finds the positions in the earlier sequence at which given `RUN` consecutive ids occur."""
+    """Finds the positions at which a given run of `RUN` ids occurs in the earlier sequence."""
 
     def __init__(self, ids: Sequence[int], start: int) -> None:
         self._ids = ids

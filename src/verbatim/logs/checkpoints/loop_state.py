@@ -39,7 +39,8 @@ def read_loop_state(folder: Path) -> dict[str, Any]:
     """Read the state that `write_loop_state` wrote.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another version; the message names it.
+        CheckpointError: a file is missing or damaged, or a different version of Verbatim wrote it; the message names
+            the file.
     """
     state = read_record(folder / STATE)
     try:

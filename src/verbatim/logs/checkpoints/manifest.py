@@ -42,7 +42,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a sealed folder.
 
     Raises:
-        CheckpointError: the manifest is missing, unreadable, or of another version.
+        CheckpointError: the manifest is missing or unreadable, or a different version of Verbatim wrote it.
     """
     return read_record(folder / MANIFEST)
 

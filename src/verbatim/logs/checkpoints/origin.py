@@ -52,7 +52,7 @@ def read_origin(run: Path) -> Origin | None:
     """Read the origin of the run in this folder; None if it is not a fork.
 
     Raises:
-        CheckpointError: the file is damaged or of another version.
+        CheckpointError: the file is damaged, or a different version of Verbatim wrote it.
     """
     path = run / ORIGIN
     if not path.exists():

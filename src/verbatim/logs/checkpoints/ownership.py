@@ -180,8 +180,8 @@ def _problem(path: Path) -> str | None:
 
 
 def _write(path: Path) -> None:
-    """Write the marker. If both processes of a run do so at once, the first marker stays, because a hard link, unlike a
-    rename, does not replace an existing file."""
+    """Write the marker. If both processes of a run write it at the same time, the first marker stays, because a hard
+    link, unlike a rename, does not replace an existing file."""
     content = stamped(MARKER, {"id": secrets.token_hex(16), "names": sorted(NAMES)})
     temporary = path / f".{MARKER}.{secrets.token_hex(8)}"
     try:

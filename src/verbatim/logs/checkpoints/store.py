@@ -241,7 +241,7 @@ class CheckpointStore:
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename `temporary` to `final`. An old `final` is moved aside first, because a rename cannot replace a folder with
-    files. If the process is killed in between, `_clean` moves it back."""
+    files. If the process is killed in between, `_clean` moves the old `final` back."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if not files_below(final) <= (ours := listed_files(final)):

@@ -13,7 +13,7 @@ State = Literal["raised", "cleared"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Says that a problem of a run was detected, or that it is over."""
+    """Says that a problem of a run was detected, or that a problem detected earlier is over."""
 
     name: str
     """Name of the alarm, such as `entropy_collapse`."""
@@ -61,8 +61,8 @@ class Alarm:
 
 class Detector(Protocol):
     """Raises alarms. The run calls its detectors after each step and each evaluation, on the same thread as the
-    monitors, and passes the alarms to the monitors' `on_alarm`. If a detector raises an exception, it is logged, and
-    the run continues without the detector."""
+    monitors, and passes the alarms to the monitors' `on_alarm`. If a detector raises an exception, the exception is
+    logged, and the run continues without the detector."""
 
     def on_step(
         self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]

@@ -35,8 +35,8 @@ class LogMark:
 
 
 class JsonlWriter:
-    """Appends records, each completely or not at all. If a killed process has left an incomplete last line, it is first
-    cut off.
+    """Appends records, each completely or not at all. If a killed process has left an incomplete last line, that line
+    is cut off first.
 
     NaN and infinities, which JSON does not have, are written as the strings "NaN", "Infinity" and "-Infinity", which
     `float()` reads back.

@@ -108,7 +108,8 @@ class _Record:
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """Log metrics, unless an earlier process of the run logged this step, because MLflow would keep both values.
-        Which steps have been logged is found in the history of the first metric, which every report of its kind has."""
+        The steps that are logged already are read from the history of the first metric, because every report of the
+        same kind has this metric."""
         mark = next(iter(metrics))
         if mark not in self._logged:
             history = [] if self.is_new else self.client.get_metric_history(self.run_id, _key(mark))

@@ -49,8 +49,8 @@ class ServiceMonitor(Monitor, Generic[Handle]):
     sent or the timeouts are reached.
 
     Subclasses implement the abstract methods. The thread of `Background` calls these methods with the open record and
-    the time of the report in seconds since 1970. This constructor starts the thread, so a subclass has to set its own
-    attributes before it calls this constructor.
+    the time of the report in seconds since 1970. The constructor of `ServiceMonitor` starts the thread, so a subclass
+    has to set its own attributes before it calls that constructor.
     """
 
     service: ClassVar[str]

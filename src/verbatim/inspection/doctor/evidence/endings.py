@@ -28,8 +28,8 @@ def truncated(d: Difference) -> str | None:
 
 
 def stop_token(d: Difference) -> str | None:
-    """Recognise a turn that ends, in the prompt, with a different stop token or number of stop tokens than were
-    sampled."""
+    """Recognise a turn whose end in the prompt differs from the sampled end: it has different stop tokens, or more or
+    fewer of them."""
     stops, earlier, prompt = d.stops, d.earlier, d.prompt
     start = d.at
     while start and earlier[start - 1] in stops:

@@ -22,7 +22,8 @@ class OutcomeFormat:
         return False
 
     def read(self, file: LogFile) -> Iterator[LoggedTrajectory]:
-        """Yield the trajectories. The `line` of each is its position in this sequence, counted from 1."""
+        """Yield the trajectories. The `line` of a trajectory is its position among all yielded trajectories, counted
+        from 1."""
         for number, (_, trajectory) in enumerate(read_trajectories(file.path), start=1):
             yield LoggedTrajectory(trajectory=trajectory, line=number)
 

@@ -127,8 +127,8 @@ def entropy_collapse(window: Window, *, share: Fraction, solved: Fraction, steps
 
 def _is_mastered(window: Window, count: int, env: str | None = None) -> bool:
     """True if the reward seems to be at its maximum, even if success does not show it: compared with the first steps,
-    the reward has risen by at least its standard deviation in those steps, and its standard deviation has fallen to
-    less than a quarter.
+    the reward has risen by at least its standard deviation in those steps, and the standard deviation has fallen to
+    less than a quarter of what it was in those steps.
 
     Example: the rewards, which are between 0 and 0.5, first had a mean of 0.3 and a standard deviation of 0.1, and now
     are all 0.5.
@@ -266,9 +266,9 @@ def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) 
     """One of several environments has few or no rollouts that can be trained, while others are trained.
 
     An environment should get its `ratio` of the groups, and starves at `share` of that. The condition looks at the
-    latest `steps` steps, or at more steps if 20 groups of the environment are expected only in more. If groups are
-    sampled independently, a quarter of these groups or fewer occur by chance once in 14,000 windows. There is a
-    separate alarm for rollouts that a filter dropped.
+    latest `steps` steps. If fewer than 20 groups of the environment are expected in these steps, it looks at as many
+    steps as 20 expected groups need. If groups are sampled independently, a quarter of these groups or fewer occur by
+    chance once in 14,000 windows. There is a separate alarm for rollouts that a filter dropped.
     """
     ratios = {
         str(env.get("name") or env.get("id") or env.get("import_path")): float(env.get("ratio", 1.0))
@@ -348,7 +348,7 @@ def sampler_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
 
     The condition does not apply if the two sides take turns (`max_async_level = 0`, or one device for both), or in mode
     "sft", in which a teacher plays the episodes and the sampler only plays the evaluations. If the trainer waits for as
-    long, neither side is the bottleneck, and `trainer_idle` reports it.
+    long, neither side is the bottleneck, and only `trainer_idle` raises an alarm.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("sampler", "trainer"))
     if own is not None and window.setting("orchestrator.training_mode") != "sft":
@@ -359,7 +359,8 @@ def trainer_idle(window: Window, *, share: Fraction, seconds: NonNegativeFloat, 
     """The trainer is idle for `share` of the time and for `seconds` of a step, as medians of the last steps.
 
     If filters drop most rollouts, the trainer waits because it has little to train, not because the sampler is slow.
-    Its work is therefore extrapolated to all rollouts, by dividing its seconds by the trained share of the tokens.
+    The trainer's work is therefore extrapolated to all rollouts, by dividing its working time by the trained share of
+    the tokens.
     """
     own, other = (_waits(window, side, share, seconds, steps) for side in ("trainer", "sampler"))
     if own is not None:

@@ -216,8 +216,8 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
 
 
 def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
-    """The `Sight` about the drop of a metric from the best evaluation to the last one; None unless both have the
-    metric."""
+    """The `Sight` about the drop of a metric from the best evaluation to the last one; None unless both evaluations
+    have the metric."""
     known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
     if len(known) < 2 or known[-1] is not evaluations[-1]:
         return None
@@ -269,7 +269,7 @@ def _has(name: str, metrics: Figures, most: float) -> bool:
 def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
     """A metric's 95% interval: the one that the evaluation reports, or else one computed as if episodes were
     independent. Even if all n rewards are equal, a share of up to z^2 / (n + z^2) of all possible rewards may differ
-    (Wilson's interval for n of n). Such rewards are assumed to be `scale` away."""
+    (Wilson's interval for n of n). These other rewards are assumed to differ from the n equal rewards by `scale`."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]
