@@ -15,7 +15,7 @@ from verbatim.core.ctrl_c import end_at_a_press
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Time in seconds that other threads have to end after the command is done."""
+"""Seconds for which the process waits for its other threads after the command is done."""
 
 
 def end_without_stragglers(status: int) -> None:

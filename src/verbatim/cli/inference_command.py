@@ -146,7 +146,7 @@ async def _serve_sampler(
 async def _serve_standing(
     config: RunConfig, model: str, args: argparse.Namespace, key: str | None, console: Console, stop: asyncio.Event
 ) -> None:
-    """Run servers as separate processes, and restart each one that ends."""
+    """Run servers as separate processes, and restart each server that ends."""
     servers = import_object(STANDING[config.inference.backend])(
         backend_inputs(config, model, logs=args.logs),
         inference_settings(config),
@@ -164,8 +164,8 @@ async def _serve_standing(
 
 
 async def _is_done_before(work: Coroutine[Any, Any, None], stopped: asyncio.Task[Any]) -> bool:
-    """True if the work finished; False if the command was asked to stop before that. Exceptions of the work are passed
-    on."""
+    """True if the work finished; False if the command was asked to stop before the work had finished. Exceptions of the
+    work are passed on."""
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -42,7 +42,7 @@ class Engine:
 
 
 def engine_of(args: argparse.Namespace) -> Engine:
-    """The engine that the options select, checked but not started.
+    """The engine that the options select. Its settings are checked, but it is not started.
 
     Raises:
         UsageError: options exclude each other, a setting cannot be used, or there is no server at a URL.

@@ -44,7 +44,7 @@ class RolloutPlan:
 
 
 def plan_of(args: argparse.Namespace) -> RolloutPlan:
-    """The plan that the options describe, checked.
+    """The plan that the options describe, after checking it.
 
     Raises:
         UsageError: there is a mistake in TASKS, in an option, or in something that an option names.

@@ -220,7 +220,7 @@ def _positions(model: str) -> int:
     """The number of positions in the model's configuration, or the default context length if the configuration has no
     such number.
 
-    It is not checked whether the model can be loaded: that is up to the engine.
+    This function does not check whether the model can be loaded: the engine does that.
     """
     from transformers import AutoConfig
 

@@ -100,8 +100,8 @@ class AlphabetSortTags:
     def _drawn(self, lists: Sequence[Sequence[str]]) -> Iterator[Mapping[str, Any]]:
         """Generate tasks in the same order as verifiers. Each pass over the lists generates new tasks.
 
-        The calls of `rng`, here and in `_task`, must stay in the order of verifiers: in another order, the tasks would
-        be different ones.
+        The calls of `rng`, here and in `_task`, must stay in the same order as in verifiers: a different order would
+        give different tasks.
 
         Raises:
             UsageError: no list is long enough, or `MOST_PASSES` passes did not give enough tasks.

@@ -58,8 +58,8 @@ class Calculator:
         return Calculation(str(example.payload["kind"]), *example.payload["numbers"])
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
-        """Return well-formed demonstrations that sometimes use a wrong tool or number. They are of training tasks
-        only."""
+        """Return well-formed demonstrations that sometimes use a wrong tool or number. They are made from training
+        tasks only."""
         rng = random.Random(seed)
         tasks = self.examples("train")
         return [self._demonstration(rng, rng.choice(tasks)) for _ in range(count)]

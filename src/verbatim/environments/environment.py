@@ -134,7 +134,7 @@ class Demonstration:
     """One complete conversation to imitate in the supervised warm start, or to train a tokenizer on."""
 
     messages: Sequence[Message]
-    """All messages of the conversation. The loss covers only those of the assistant."""
+    """All messages of the conversation. The loss covers only the assistant's messages."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of the tools that the prompt shows."""
 

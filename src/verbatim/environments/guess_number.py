@@ -54,8 +54,8 @@ class GuessNumber:
 
     def demonstrations(self, count: int, seed: int) -> list[Demonstration]:
         """Return well-formed demonstrations that win two thirds of the games, so that reinforcement learning has
-        something to improve. Some guesses repeat an earlier one; the others average five random numbers of the possible
-        range."""
+        something to improve. Some guesses repeat an earlier guess; each of the other guesses is the average of five
+        random numbers of the possible range."""
         rng = random.Random(seed)
         return [self._demonstration(rng) for _ in range(count)]
 

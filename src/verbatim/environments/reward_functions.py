@@ -169,7 +169,7 @@ class Rewards:
             example: The rollout's row.
             prompt: The row's prompt, as a string or as messages.
             num_opening: Number of opening messages. They were not sampled, even those of the assistant.
-            environment: The user's object if the episode is that of a `ToolClass`, else None.
+            environment: The user's object if a `ToolClass` started the episode, else None.
 
         Raises:
             EnvironmentFault: a function returned an invalid value.

@@ -40,8 +40,8 @@ def taskset_of(make: object) -> str | None:
 
 
 def adapter_of(given: object) -> Adapter | None:
-    """Return the adapter for a class, an object or a function. Return None if it already is an environment, or if no
-    adapter fits.
+    """Return the adapter for a class, an object or a function. Return None if what was given already is an environment,
+    or if no adapter fits.
 
     >>> def exact(completion, answer): ...
     >>> adapter_of(exact).__name__
@@ -60,7 +60,7 @@ def adapter_of(given: object) -> Adapter | None:
 
 
 def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split arguments into (those that the class or function itself names, those of its adapter).
+    """Split arguments into (the arguments that the class or function itself names, the arguments of its adapter).
 
     >>> class Game:
     ...     def __init__(self, size=3): ...

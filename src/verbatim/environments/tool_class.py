@@ -30,12 +30,12 @@ SEEDS = {"train": range(100), "eval": range(100, 150)}
 class ToolClass:
     """An environment made from a class whose `reset` begins an episode and whose other public methods are tools.
 
-    Each episode creates its own object. `reset` is called with those of the row's fields that are in its signature
-    (with all fields if it takes `**kwargs`), and with `seed` if that is in its signature. The text that `reset` returns
-    is appended to the user's message. The episode ends when the model answers without a tool call, or when the object's
-    `done` is True. A ValueError in a tool is reported to the model. The reward comes from the `reward` functions, from
-    the method `get_reward`, or from the method or attribute `reward`. At the end `close` is called, if the object has
-    it. Methods that are not async run in threads.
+    Each episode creates its own object. `reset` gets each field of the row that is in its signature (all fields if it
+    takes `**kwargs`), and also `seed` if the signature has it. The text that `reset` returns is appended to the user's
+    message. The episode ends when the model answers without a tool call, or when the object's `done` is True. A
+    ValueError in a tool is reported to the model. The reward comes from the `reward` functions, from the method
+    `get_reward`, or from the method or attribute `reward`. At the end `close` is called, if the object has it. Methods
+    that are not async run in threads.
 
     Args:
         environment: The class, a function that creates an object, or the import path of either.

@@ -384,7 +384,8 @@ class AgentLoop(EpisodeLoop):
 
 
 def _extended(conversation: Conversation | None, prompt: Prompt) -> int | None:
-    """Return the index of the turn that the prompt extends by a bridge, or None if it was rendered from scratch."""
+    """Return the index of the turn that the prompt extends by a bridge, or None if the prompt was rendered from
+    scratch."""
     continues = conversation is not None and conversation.extends and prompt.thread is not None
     return prompt.thread.turn if continues and prompt.thread is not None else None
 

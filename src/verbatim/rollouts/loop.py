@@ -1,5 +1,5 @@
-"""Runs one turn: checks the limits, compares the history with that of the last turn, and records the answer. Subclasses
-produce the answer."""
+"""Runs one turn: checks the limits, compares the history with the history of the last turn, and records the answer.
+Subclasses produce the answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SampledAnswer:
     completion_ids: Ids | None = None
     """The sampled ids, or None if the engine returned text only."""
     extends: int | None = None
-    """Index of the turn that the prompt extends, or None if it was not bridged."""
+    """Index of the turn that the prompt extends, or None if the prompt was not bridged."""
     conversation: Conversation | None = None
     """The renderer's object for the prompt and the answer, from which the next bridge is built; None if the engine
     returned text only."""
@@ -369,8 +369,8 @@ class EpisodeLoop(abc.ABC):
     def _prompt(
         self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], agent: str, *, trained: bool
     ) -> Prompt:
-        """Build the agent's next prompt. Messages that equal those of the agent's last turn reuse the copies in its
-        thread, so that each message is copied once per episode and not once per turn."""
+        """Build the agent's next prompt. A message that equals a message of the agent's last turn is not copied again:
+        the copy in the agent's thread is used. So each message is copied once per episode and not once per turn."""
         thread = self._threads.get(agent)
         known, others = (thread.messages, thread.others) if thread is not None else ((), ())
         if not begins_with(messages, known, others):

@@ -23,7 +23,7 @@ class Recorder:
         vocab_size: Number of ids in the vocabulary; every id must be less than this.
         on_sampled: Called with the number of tokens of each completion, for the ledger.
         on_dropped: Called with token counts by reason, for the ledger. It gets the tokens that will be in no
-            trajectory: those passed to `lose`, those of lost replicas, and those that came after the episode's end.
+            trajectory: tokens passed to `lose`, tokens of lost replicas, and tokens that came after the episode's end.
         trajectory_id: The trajectory's id, for messages.
         routing: Routing of the model in training, for checking the experts that a sampler returns; None to skip the
             check.

@@ -79,7 +79,8 @@ def read_agent_scores(score: Any, who: str) -> tuple[float | None, dict[str, flo
 
 
 def checked_number(value: Any, who: str) -> float:
-    """Return a required reward as a float. Raises EnvironmentFault if it is missing, and also as `read_score` does."""
+    """Return a required reward as a float. Raises EnvironmentFault if the reward is missing, and also as `read_score`
+    does."""
     reward, _ = read_score(shown(value, 80) if isinstance(value, Mapping) else value, who)
     if reward is None:
         raise EnvironmentFault(f"{who} returned None; expected a finite number")

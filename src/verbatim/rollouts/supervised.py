@@ -15,7 +15,8 @@ from verbatim.core.user_code import is_running
 from verbatim.rollouts.loop import EpisodeOver
 
 GRACE = 10.0
-"""Seconds that user code has to end after its cancellation. A task that is still running after that is abandoned."""
+"""Grace period of user code in seconds, from its cancellation on. A task that is still running after this period is
+abandoned."""
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class UserCalls:
         self.deadline: asyncio.Timeout | None = None
         """The timeout of the current call, which cancels the task; None if the call has no timeout."""
         self.now = "start"
-        """Name of the current call, or of the last one, for messages."""
+        """Name of the current call, or of the last call if no call is running, for messages."""
         self.within(seconds)
 
     def within(self, seconds: float) -> None:

@@ -27,9 +27,9 @@ class UserSimulator:
     """A model that plays the user: it replies whenever the assistant answers without a tool call, until it writes
     `STOP`.
 
-    The simulating model sees the conversation with the roles swapped: the assistant's messages as those of the user,
-    and its own messages as those of the assistant. It sees neither tools nor the assistant's system message. If the
-    task has a field `user`, the field's text is appended to the simulating model's system message.
+    The simulating model sees the conversation with the roles swapped: the assistant's messages are shown to it as user
+    messages, and its own messages as assistant messages. It sees neither tools nor the assistant's system message. If
+    the task has a field `user`, the field's text is appended to the simulating model's system message.
 
     Example: `UserSimulator(api=OpenAI(model="qwen3.5-32b", base_url="http://localhost:8000/v1"))`.
 

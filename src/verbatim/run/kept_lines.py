@@ -29,7 +29,7 @@ class KeptLines:
         take_in: Called with each record in the file; returns True if the record is a failure.
 
     Raises:
-        FormatError: the file has another version of the format.
+        FormatError: the file has a different version of the format.
         UsageError: another process is writing the file, or the file contains something else.
     """
 
@@ -89,7 +89,8 @@ class KeptLines:
             rewritten.unlink(missing_ok=True)
 
     def _has_failed(self, line: str, number: int) -> bool:
-        """Pass a line's record to `take_in`, and return the result of `take_in`. A line of another kind is refused."""
+        """Pass a line's record to `take_in`, and return the result of `take_in`. A line of a different kind is
+        refused."""
         try:
             return self._take_in(content_of(LINES, json.loads(line), f"{self.path}:{number}"))
         except UsageError as error:

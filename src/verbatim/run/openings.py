@@ -76,7 +76,7 @@ def _measured(
 
 def _another(environment: Environment) -> Environment:
     """A shallow copy of an environment, because `start` may store objects of this event loop (a connection) on the
-    environment, and the run has another loop. If the environment cannot be copied, the environment itself."""
+    environment, and the run has a different loop. If the environment cannot be copied, the environment itself."""
     try:
         return copy.copy(environment)
     except Exception:  # noqa: BLE001  user code may raise anything

@@ -77,7 +77,8 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
 
 
 def cuda_device(device: str) -> str | None:
-    """The CUDA device that a torch device name refers to, as listed in CUDA_VISIBLE_DEVICES; None if it is not CUDA.
+    """The CUDA device that a torch device name refers to, as listed in CUDA_VISIBLE_DEVICES; None if it refers to no
+    CUDA device.
 
     Example: with CUDA_VISIBLE_DEVICES=4,5 "cuda:1" is "5", and "auto" is "4".
     """

@@ -171,7 +171,7 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Precisio
         config: A fork's configuration: choices that it overrides are left out. None to return all choices.
 
     Raises:
-        FormatError: another version wrote the file.
+        FormatError: a different version of Verbatim wrote the file.
     """
     if not (folder / PRECISION).exists():
         return []

@@ -60,8 +60,8 @@ class ReplayPlan:
 
     @property
     def config_file(self) -> Path:
-        """The configuration under which the step was trained: that of the first checkpoint at or after the step, or
-        else the run's current configuration."""
+        """The configuration under which the step was trained: the configuration of the first checkpoint at or after the
+        step, or else the run's current configuration."""
         store = CheckpointStore(self.run / "checkpoints", read_only=True)
         copies = [store.folder / f"step_{step:06d}" / CONFIG for step in store.steps() if step >= self.step]
         return next((copy for copy in copies if copy.is_file()), self.run / CONFIG)

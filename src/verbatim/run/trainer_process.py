@@ -51,9 +51,9 @@ _IMPORTS = ("verbatim.trainer.worker", "verbatim.trainer.serve", "verbatim.model
 _POLL = 0.02
 """Seconds between two checks of a file or process."""
 _PATIENCE = 20.0
-"""Time in seconds that the trainer has to end by itself after a run."""
+"""Seconds to wait after a run until the trainer ends by itself."""
 _LITTLE_PATIENCE = 2.0
-"""Time in seconds that the trainer has to end after a failed run, when its remaining work is no longer needed."""
+"""Seconds to wait after a failed run until the trainer ends. Its remaining work is no longer needed then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

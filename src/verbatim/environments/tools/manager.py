@@ -85,8 +85,8 @@ class ToolManager(Mapping[str, Tool]):
         self.register(*tools)
 
     def register(self, *tools: object) -> None:
-        """Add tools. If one is invalid, raise the constructor's error and add none. The model does not see tools that
-        are added during an episode, because its prompt has already been rendered."""
+        """Add tools. If a tool is invalid, raise the constructor's error and add no tool. The model does not see tools
+        that are added during an episode, because its prompt has already been rendered."""
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:

@@ -130,7 +130,7 @@ class McpSession:
 
     async def _connected(self) -> _Link:
         """Return the connection. If it was lost, all callers wait for the same new connection. A separate task opens
-        the new connection, so that a caller that times out does not cancel it for the others."""
+        the new connection, so that a caller that times out does not cancel the connection of the other callers."""
         if self._link is None or self._link.over.is_set():
             if self._group is None:
                 raise ToolFailed("its source is closed")

@@ -65,7 +65,7 @@ class ShellOutput:
     output: bytes
     """The bytes before the mark."""
     to: int | Literal["ready"]
-    """The number of the command that has finished, or "ready" if the first shell, or a new one, is ready for
+    """The number of the command that has finished, or "ready" if the first shell, or a new shell, is ready for
     commands."""
     status: int
     """Exit status of the command, or of the previous shell if `to` is "ready"."""

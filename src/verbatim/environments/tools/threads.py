@@ -95,9 +95,9 @@ class _ToolThread:
 
 
 _idle: list[_ToolThread] = []
-"""The idle threads. The last one is taken first, so that the others can time out. No lock is needed, because `pop`,
-`remove` and `append` are atomic in CPython. A thread is added before its caller gets the result, so that the caller's
-next call finds the thread here."""
+"""The idle threads. The thread at the end of the list is taken first, so that the other threads can time out. No lock
+is needed, because `pop`, `remove` and `append` are atomic in CPython. A thread is added before its caller gets the
+result, so that the caller's next call finds the thread here."""
 
 
 @cache

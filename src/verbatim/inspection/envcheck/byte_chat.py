@@ -55,7 +55,7 @@ class ByteChat:
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """Return the previous turn's ids, with `END` added if it was cut off, followed by the ids of the new
+        """Return the previous turn's ids, with `END` added if that turn was cut off, followed by the ids of the new
         messages."""
         ended = len(prev_completion_ids) and prev_completion_ids[-1] == END
         closed = [] if ended else [np.array([END], dtype=np.int32)]

@@ -134,8 +134,8 @@ class _Check:
             self._again = (first, [await play_probes(stage, probes), await play_probes_together(stage, probes)])
 
     def play_again(self) -> None:
-        """Compare the first episodes with the same episodes when they are played later and when they are played in
-        another process."""
+        """Compare the first episodes with two repetitions of the same episodes: one that was played later in this
+        process, and one that is played now in a new process."""
         if self._again is None:
             return
         first, later = self._again

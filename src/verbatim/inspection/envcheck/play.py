@@ -45,7 +45,7 @@ class PlayedEpisode:
     opening: Sequence[Message]
     """The messages with which the episode began."""
     tools: Mapping[str, Tool]
-    """By name, all tools that were offered in any turn."""
+    """All tools that were offered in any turn, keyed by name."""
     has_solution: bool
     """True if the episode has a `solution` method."""
 

@@ -68,7 +68,8 @@ class RandomPlayer:
 
 
 class WrittenPlayer:
-    """Says the given assistant messages in order, no matter which agent is asked, and then empty messages."""
+    """Says the given assistant messages in order, and empty messages after the last of them. Which agent is asked makes
+    no difference."""
 
     def __init__(self, written: Iterable[Message] = ()) -> None:
         self._left: Iterator[Message] = iter(written)

@@ -98,7 +98,7 @@ class StepMemory:
     num_trained: int
     """Number of parameters that are trained."""
     packing: str
-    """The packing in which most tokens are: "rows" or "tree"."""
+    """The packing that holds most of the tokens: "rows" or "tree"."""
     dealt: Sequence[Sequence[MicroBatch]]
     """The micro-batches of the optimizer step with the most tokens. There is one list per process, or, with
     `trainer.parallel.sequence`, one list per group of processes that share each micro-batch."""

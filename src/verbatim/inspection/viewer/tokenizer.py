@@ -15,7 +15,7 @@ FILE = "tokenizer.json"
 
 
 def find_tokenizer(run: Path) -> Path | None:
-    """Find the folder with the tokenizer of a run's model, which is in the run folder or is the configured model
+    """Find the folder that holds the tokenizer of a run's model: a folder in the run folder, or the configured model
     folder."""
     for folder in _candidates(run):
         # A run folder may come from an untrusted person, and a link in it may lead to any file.

@@ -15,7 +15,7 @@ def find_checkpoint(run: Path, which: str = "latest") -> Checkpoint:
 
     Args:
         run: The run folder.
-        which: "latest" for the newest undamaged checkpoint, "best" for that of the best evaluation
+        which: "latest" for the newest undamaged checkpoint, "best" for the checkpoint of the best evaluation
             (`checkpoint.keep_best`), or a step, such as "40".
 
     Raises:

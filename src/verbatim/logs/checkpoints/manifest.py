@@ -61,7 +61,7 @@ def find_damage(folder: Path) -> str | None:
 
     Raises:
         CheckpointError: the files cannot be checked, for lack of permission, memory or file descriptors.
-        FormatError: the folder was sealed by another version of Verbatim.
+        FormatError: a different version of Verbatim sealed the folder.
     """
     try:
         manifest = read_manifest(folder)

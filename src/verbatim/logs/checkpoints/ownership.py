@@ -160,7 +160,7 @@ def remove_run(folder: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """The reason why a folder has no valid marker; None if it has one."""
+    """The reason why a folder has no valid marker; None if it has a valid marker."""
     marker = path / MARKER
     try:
         with open_regular(marker) as file:

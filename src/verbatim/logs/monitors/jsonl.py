@@ -78,7 +78,7 @@ class JsonlWriter:
         self.mark = self.mark.after(line)
 
     def sync(self) -> LogMark:
-        """Wait until all records are on disk. Returns the mark after the last one.
+        """Wait until all records are on disk. Returns the mark after the last record.
 
         Raises:
             OSError: the write failed.
@@ -160,7 +160,8 @@ def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def refuse_other_log(path: Path) -> None:
-    """Refuse to append to a log of another Verbatim version. In a resumed run, damaged logs have already been replaced.
+    """Refuse to append to a log that a different version of Verbatim wrote. In a resumed run, damaged logs have already
+    been replaced.
 
     Args:
         path: The log, whose name is a key in `FORMATS`.

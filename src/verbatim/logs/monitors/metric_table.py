@@ -275,7 +275,7 @@ def about(name: str) -> Metric | None:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """`{name: {"unit": ..., "about": ..., "group": ...}}` for those of the names that are listed in `METRICS`."""
+    """`{name: {"unit": ..., "about": ..., "group": ...}}` for each of the names that is listed in `METRICS`."""
     found = ((name, about(name)) for name in names)
     return {
         name: {"unit": metric.unit, "about": metric.about, "group": metric.group} for name, metric in found if metric

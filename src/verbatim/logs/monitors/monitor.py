@@ -45,8 +45,8 @@ class Monitor(Protocol):
         return
 
     def on_trajectories(self, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Called after `on_step` with all trajectories whose outcome was decided in this step: those of the batch, and
-        those that were dropped before they reached a batch."""
+        """Called after `on_step` with all trajectories whose outcome was decided in this step: the trajectories of the
+        batch, and trajectories that were dropped before they reached a batch."""
         return
 
     def on_eval(self, step: int, env: str, metrics: Metrics) -> None:
@@ -72,7 +72,7 @@ METHODS = ("on_start", "on_step", "on_trajectories", "on_eval", "on_alarm", "on_
 
 
 def fault_of(monitor: object) -> str | None:
-    """A clause that explains why an object, or the instances of a class, are not monitors; None if they are.
+    """A clause that explains why an object, or the instances of a class, are not monitors; None if they are monitors.
 
     >>> class Typo:
     ...     def on_stepp(self, step, metrics, distributions): ...

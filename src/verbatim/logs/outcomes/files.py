@@ -136,7 +136,7 @@ class OutcomeFolder:
             A sentence for each damaged file, and one sentence for all missing files.
 
         Raises:
-            FormatError: the files were written by another version of Verbatim.
+            FormatError: a different version of Verbatim wrote the files.
         """
         found = files_in(self.path)
         for later in [number for number in found if number > step or step == 0]:

@@ -80,7 +80,8 @@ def to_table(step: int, outcomes: Sequence[TrajectoryOutcome]) -> tuple[pa.Table
 
 
 def _texts(record: TrajectoryRecord) -> tuple[str, str, str, bool]:
-    """The JSON texts of messages, tools and info, and then True if they were left out because they are not JSON."""
+    """The JSON texts of messages, tools and info, and as the last item True if these texts were left out because the
+    values are not JSON."""
     try:
         return _json(record.messages), _json(record.tools), _json(record.info), False
     except (TypeError, ValueError, RecursionError) as error:

@@ -119,7 +119,8 @@ class TextArena:
         return Demonstration(messages=talks.get(payload["seat"]) or next(iter(talks.values())))
 
     def opening(self) -> list[Message]:
-        """Return the messages with which a player's conversation begins: the system prompt, or none if it is empty."""
+        """Return the messages with which a player's conversation begins: the system prompt, or no message if the system
+        prompt is empty."""
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 

@@ -26,7 +26,8 @@ from verbatim.rollouts.recorder import Recorder
 from verbatim.rollouts.seeds import derive_seed
 
 MOST_MOVES = 100_000
-"""Maximum number of moves of one opponent per game. In effect there is no limit: every game ends long before that."""
+"""Maximum number of moves of one opponent per game. In effect there is no limit: every game ends after far fewer
+moves."""
 FORMS = (
     '"self", "policy", "random", { frozen = "path/to/weights" } or { model = "name", base_url = '
     '"http://localhost:8000/v1" }'
@@ -39,7 +40,7 @@ class PolicyPlays:
     """The setting in which the policy plays all players."""
 
     trained: bool
-    """True to train the turns of all players; False to train only those of the player in the policy's seat."""
+    """True to train the turns of all players; False to train only the turns of the player in the policy's seat."""
 
 
 @dataclass(frozen=True, kw_only=True)

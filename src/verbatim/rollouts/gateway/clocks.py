@@ -77,9 +77,9 @@ def _singular(found: re.Match[str]) -> str:
 
 
 def _is_random(digits: str) -> bool:
-    """Return True if hexadecimal digits look random. They do not if they are a number, a word, a word followed by a
-    number (`dead4`), or a letter followed by a number (`a100`). The function misses 1 in 2,500 random ids of 8 digits,
-    1 in 70 random ids of 6 digits, and 3 in 8 random ids of 4 digits."""
+    """Return True if hexadecimal digits look random. They do not look random if they are a number, a word, a word
+    followed by a number (`dead4`), or a letter followed by a number (`a100`). The function misses 1 in 2,500 random ids
+    of 8 digits, 1 in 70 random ids of 6 digits, and 3 in 8 random ids of 4 digits."""
     if digits.isdecimal() or digits.isalpha():
         return False
     if len(digits) >= 8:

@@ -55,11 +55,11 @@ class RequestExchange(Generic[T]):
     was_left: bool = False
     """True once the timer has cancelled the task."""
     was_retried: bool = False
-    """True if this exchange failed and another one has taken its place."""
+    """True if this exchange failed and the exchange of a retry has taken its place."""
 
     @property
     def is_usable(self) -> bool:
-        """True if the exchange has an answer, or one is still being made."""
+        """True if the exchange has an answer, or its answer is still being made."""
         if not self.task.done():
             return not self.was_left
         return not self.task.cancelled() and self.task.exception() is None

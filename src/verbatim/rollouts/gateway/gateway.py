@@ -167,9 +167,9 @@ class GatewayEpisode:
         If the policy sampled nothing in the episode, the episode has failed (`no_turns`) and gets no reward.
 
         Args:
-            reward: A number, named parts, or `AgentScores`. If None, the reward is the one posted to `/v1/reward`, if
-                any.
-            error: The reason why the episode failed, or None if it did not. A failed episode is not trained.
+            reward: A number, named parts, or `AgentScores`. If None, the episode gets the reward that was posted to
+                `/v1/reward`, if any.
+            error: The reason why the episode failed, or None if it did not fail. A failed episode is not trained.
 
         Raises:
             EnvironmentFault: the reward is neither a finite number nor a mapping of finite numbers.

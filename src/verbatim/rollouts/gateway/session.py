@@ -408,7 +408,8 @@ class Session:
         return dataclasses.replace(own, max_tokens=most, stop_token_ids=ends)
 
     def too_long(self) -> Refused:
-        """Return the refusal of a request whose text is too long for the context, so that it need not be rendered."""
+        """Return the refusal of a request whose text is too long for the context, so that the request need not be
+        rendered."""
         self.last_stop = StopReason.LENGTH
         return self._refusal(EpisodeOver(StopReason.LENGTH))
 

@@ -14,8 +14,8 @@ class SessionSettings:
     """Settings that say how a session treats its requests."""
 
     sampling: Literal["run", "client"] = "run"
-    """Which values of temperature, top_p, top_k, min_p and seed apply: "run" for those of the run's configuration
-    (those of requests are then ignored and counted), "client" for those of the requests."""
+    """Which values of temperature, top_p, top_k, min_p and seed apply: "run" for the values in the run's configuration
+    (values in requests are then ignored and counted), "client" for the values in the requests."""
     restores_reasoning: bool | None = None
     """True to treat an answer that a client sends back without its reasoning as the original answer. None means True if
     the renderer keeps earlier answers exactly as they were sampled, and so decides itself what happens to the

@@ -35,7 +35,8 @@ class BranchReason(StrEnum):
     NEW_CONVERSATION = "new_conversation"
     """No message except the system prompt was seen before."""
     SUB_AGENT = "sub_agent"
-    """The request is the first of another agent, or its agent continues a turn that other agents continued before."""
+    """The request is the first request of a new agent, or its agent continues a turn that other agents continued
+    before."""
     PARALLEL_CALL = "parallel_call"
     """Another request that continues the same turn is still being answered."""
     SAME_PROMPT = "same_prompt"
@@ -92,14 +93,14 @@ class Match(Generic[T]):
     end: Node[T]
     """The node of the request's last message."""
     known: Node[T] | None
-    """The node of the last sampled message in the request, whose turn the request continues; None if it continues no
-    turn."""
+    """The node of the last sampled message in the request, whose turn the request continues; None if the request
+    continues no turn."""
     bridges: bool
     """True if the prompt may be bridged from the continued turn, because the tools are unchanged."""
     agent: str
     """The agent's name, which the client gave or which was inferred."""
     reason: BranchReason | None
-    """The reason why the request is a branch, or None if it continues the end of a conversation."""
+    """The reason why the request is a branch, or None if the request continues the end of a conversation."""
     found: str
     """The evidence for `reason`, in words."""
     digester: Digester
@@ -367,7 +368,7 @@ class _Walk(Generic[T]):
     num_kept: int = 0
     """Number of messages found in the tree, not counting system messages."""
     num_moved: int = 0
-    """Number of new messages that were seen at another place before."""
+    """Number of new messages that were seen at a different place before."""
     is_new: bool = False
     """True once the walk has met a message, other than a system prompt, that was never seen in this session before."""
     answers: list[bytes] = field(default_factory=list)

@@ -75,8 +75,8 @@ async def _serve(connection: socket.socket) -> None:
 
 
 class ParentSampler:
-    """A `Sampler` that forwards requests to the run's sampler through `call`. Its policy version is that of the last
-    completion."""
+    """A `Sampler` that forwards requests to the run's sampler through `call`. Its policy version is the one that
+    sampled the last completion."""
 
     def __init__(
         self, call: Callable[..., Awaitable[Any]], *, context_length: int, vocab_size: int, policy_version: int

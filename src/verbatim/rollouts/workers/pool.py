@@ -105,8 +105,8 @@ class WorkerPool:
             await asyncio.wait(self._closing)
 
     async def run(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run an episode; if its worker is lost, run it again on another one. Raises RunStopped if no worker is left
-        and none can be started."""
+        """Run an episode; if its worker is lost, run it again on a different worker. Raises RunStopped if no worker is
+        left and none can be started."""
         why = ""
         for number in range(1, MOST_ATTEMPTS + 1):
             self.num_rerun += number > 1

@@ -11,7 +11,7 @@ from verbatim.core.trajectories import age
 from verbatim.core.types import Group
 
 MOST_AGES = 16
-"""Ages up to this number have a metric in every step; higher ages have one only when they occur."""
+"""Ages up to this number have a metric in every step; a higher age has a metric only in steps in which it occurs."""
 
 
 def newest_batch(version: int, max_async_level: int) -> int:

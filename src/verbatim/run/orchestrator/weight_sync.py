@@ -145,7 +145,8 @@ class Canary:
         return fault
 
     async def _find_wrong_cut(self, sampler: Sampler, prompts: Sequence[Int32]) -> str | None:
-        """Sample a token after each prompt, and compare its logprob with the one computed over its kept set."""
+        """Sample a token after each prompt, and compare the token's logprob with the logprob that is computed over its
+        kept set."""
         differences = []
         for prompt in prompts:
             drawn = await sampler.generate(SampleRequest(prompt_ids=prompt, params=CUT, seed=0))

@@ -265,10 +265,10 @@ def pools_dry(window: Window, *, left: Fraction) -> Iterator[Sight]:
 def environment_starves(window: Window, *, share: Fraction, steps: PositiveInt) -> Iterator[Sight]:
     """One of several environments has few or no rollouts that can be trained, while others are trained.
 
-    An environment should get its `ratio` of the groups, and starves at `share` of that. The condition looks at the
-    latest `steps` steps. If fewer than 20 groups of the environment are expected in these steps, it looks at as many
-    steps as 20 expected groups need. If groups are sampled independently, a quarter of these groups or fewer occur by
-    chance once in 14,000 windows. There is a separate alarm for rollouts that a filter dropped.
+    An environment should get its `ratio` of the groups, and starves if it gets no more than `share` of that number. The
+    condition looks at the latest `steps` steps. If fewer than 20 groups of the environment are expected in these steps,
+    it looks at as many steps as 20 expected groups need. If groups are sampled independently, a quarter of these groups
+    or fewer occur by chance once in 14,000 windows. There is a separate alarm for rollouts that a filter dropped.
     """
     ratios = {
         str(env.get("name") or env.get("id") or env.get("import_path")): float(env.get("ratio", 1.0))

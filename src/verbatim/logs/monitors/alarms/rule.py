@@ -81,8 +81,8 @@ class Window:
     def together(
         self, names: Sequence[str], count: int, env: str | None = None, *, missing: float | None = None
     ) -> list[tuple[float, ...]]:
-        """Like `recent`, but for several metrics: the values in those of the last `count` steps that have all the
-        metrics.
+        """Like `recent`, but for several metrics: the values in the last `count` steps, without steps that lack one of
+        the metrics.
 
         Example: of the steps {"a": 1, "b": 2}, {"a": 3} and {"a": 5, "b": 6} the first and the last have both a and b:
         [(1, 2), (5, 6)].

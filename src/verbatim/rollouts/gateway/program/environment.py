@@ -141,8 +141,8 @@ class Program:
         reuse: True to start a process once and send it many examples, one line each (see the documentation).
         max_processes: Maximum number of processes if `reuse` is True.
         episodes_per_process: Maximum number of concurrent episodes per process if `reuse` is True.
-        sampling: Which values of temperature, top_p, top_k and min_p apply: "run" for those of the run's configuration,
-            "client" for those of the program's requests.
+        sampling: Which values of temperature, top_p, top_k and min_p apply: "run" for the values in the run's
+            configuration, "client" for the values in the program's requests.
         restores_reasoning: True to treat an answer that the program sends back without its reasoning as the original
             answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
         train_undelivered: True to train also those answers that no client received in full and that no later request

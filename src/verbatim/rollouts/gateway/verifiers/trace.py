@@ -1,9 +1,9 @@
 """Compares verifiers' traces with the turns that our sampler served: both must have the same sampled tokens, and each
 token must have the same context in both.
 
-verifiers stores a rollout as a graph of messages. Each message has the ids that it adds, and a mask of those that were
-sampled. The prompt of a sampled message consists of all ids on the path to it and of its own ids outside the mask; its
-ids inside the mask are the completion.
+verifiers stores a rollout as a graph of messages. Each message has the ids that it adds, and a mask that marks the
+sampled ids. The prompt of a sampled message consists of all ids on the path to it and of its own ids outside the mask;
+its ids inside the mask are the completion.
 """
 
 from __future__ import annotations
