@@ -19,8 +19,8 @@ PATIENCE = 5.0
 
 
 def end_without_stragglers(status: int) -> None:
-    """After `PATIENCE` seconds, exit even if other threads still run; at Ctrl-C or SIGTERM, exit at once with the same
-    status. To be called once the command is done.
+    """After `PATIENCE` seconds, exit even if other threads still run; at Ctrl-C or SIGTERM, exit immediately with the
+    same status. To be called once the command is done.
 
     Python itself would wait for every non-daemon thread, without a limit.
     """

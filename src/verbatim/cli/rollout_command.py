@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play everything without a result, and print a summary.
+    """Play all tasks or episodes that have no result yet, and print a summary.
 
     Raises:
         UsageError: there is a mistake in TASKS or in an option, or the file of --out contains something else.

@@ -167,7 +167,8 @@ class TaggedSorting(Episode):
         self.messages = [{"role": "user", "content": self._asked[0]}]
 
     async def reply(self, message: Message) -> Reply:
-        """Compare an answer with the right one, and ask the next question or, after the last, end the episode."""
+        """Compare an answer with the right answer. Then ask the next question, or end the episode after the last
+        question."""
         number = len(self._similarities)
         self._similarities.append(self._similarity(message["content"], number))
         if number + 1 == len(self._asked):

@@ -28,8 +28,8 @@ def trajectory_from_messages(
     Prompts are bridged as in a rollout, so a rollout of the same conversation has the same tokens. The close token
     belongs to the completion. Logprobs are missing, since nothing was sampled. Templates render the last message of a
     conversation specially (Qwen3 puts an empty thinking block before it). Therefore a message is rendered together with
-    the tool results that follow it, but without a user message that follows, because a template may strip the thinking
-    of a message before a user message. Calls at the end of the conversation get placeholder results.
+    the tool results that follow it, but without a following user message, which may make the template strip the
+    message's thinking. Calls at the end of the conversation get placeholder results.
 
     Raises:
         UsageError: there is no assistant message; or the rendering of an assistant message does not begin with its

@@ -21,7 +21,7 @@ class TurnLimiter:
         self._is_turning = False
 
     async def enter(self) -> None:
-        """Return at once if there is room in this pass of the loop, otherwise wait for a later pass."""
+        """Return immediately if there is room in this pass of the loop, otherwise wait for a later pass."""
         if self._left and not self._waiting:
             self._left -= 1
             self._turn()

@@ -101,7 +101,8 @@ def _giving(environment: Any) -> Callable[[], Any]:
 
 
 def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunConfig:
-    """The configuration with the trainer in this process, if it names an environment that exists only here.
+    """The configuration. If it names an environment that exists only in this process, the result puts the trainer into
+    this process too.
 
     Raises:
         ConfigError: no table of the configuration names a given environment, or the configuration puts a given

@@ -14,8 +14,8 @@ from verbatim.logs.checkpoints.lock import FolderLock
 from verbatim.logs.monitors.jsonl import JsonlWriter
 
 _BEGINNING = json.dumps(stamped(LINES, {"step": 0})).removesuffix("0}")
-"""The beginning of each line. A torn last line is removed only if it begins like this, so that other files are left
-alone."""
+"""The beginning of each line. A torn last line is removed only if it begins with this text, so that other files are
+left alone."""
 
 
 class KeptLines:

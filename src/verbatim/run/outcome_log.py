@@ -75,8 +75,8 @@ class OutcomeLog:
         self._waiting.append(self._writer.submit(self._write, step, outcomes))
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most `most` steps are still queued. Several threads may wait at once. An exception in writing a
-        step is raised in every thread that waits for that step, then discarded."""
+        """Wait until at most `most` steps are still queued. Several threads may wait at the same time. An exception in
+        writing a step is raised in every thread that waits for that step, then discarded."""
         while len(self._waiting) > most:
             try:
                 oldest = self._waiting[0]

@@ -94,7 +94,7 @@ def own_address(config: RunConfig) -> str | None:
 
 
 def refuse_unreachable(store: WeightStore) -> None:
-    """Refuse a trainer on another host if its address is a loopback address there.
+    """Refuse a trainer on a different host if its address is a loopback address of that host.
 
     Raises:
         UsageError: the address is a loopback address; the message says what to type.

@@ -305,7 +305,7 @@ class RunView:
 
     @cached_property
     def _tokenizer(self) -> tuple[RunTokenizer | None, str | None]:
-        """The pair (tokenizer, reason): the tokenizer or None, and the reason why there is no tokenizer, if so."""
+        """Either (tokenizer, None), or (None, the reason why there is no tokenizer)."""
         folder = self._model or find_tokenizer(self.folder)
         if folder is None:
             return None, "the run folder has no tokenizer, so ids are shown instead of text; add --model FOLDER"

@@ -52,8 +52,8 @@ def sample_rows(step: int, outcomes: Sequence[TrajectoryOutcome], *, count: int,
 
 
 def chosen(outcomes: Iterable[TrajectoryOutcome], count: int) -> list[TrajectoryOutcome]:
-    """Sort trajectories by reward, highest first and those without a reward last, and select trajectories at even
-    distances in this order.
+    """Sort trajectories by reward, with the highest reward first and trajectories without a reward last. Select
+    trajectories at even distances in this order.
 
     Equal rewards are ordered by trajectory id, so that the same step always gives the same rows.
     """

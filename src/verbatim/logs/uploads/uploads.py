@@ -61,7 +61,7 @@ class Uploads:
         self._thread.start()
 
     def checkpoint_written(self) -> None:
-        """Request an upload of the changed files, and return at once. Several calls during an upload cause only one
+        """Request an upload of the changed files, and return immediately. Several calls during an upload cause only one
         more upload."""
         self._due.set()
 

@@ -248,7 +248,7 @@ class WorkerPool:
 
 
 def pause_before_replacement(num_lost_in_a_row: int, num_workers: int) -> float:
-    """Return the pause in seconds: 0 for the first losses, so that each worker is replaced at once. After that, the
+    """Return the pause in seconds: 0 for the first losses, so that each worker is replaced immediately. After that, the
     pause doubles until an episode ends, so that workers that keep crashing do not take all CPU time."""
     extra = num_lost_in_a_row - num_workers
     return min(LONGEST_PAUSE, 0.1 * 2 ** min(extra, 10)) if extra > 0 else 0.0

@@ -138,8 +138,8 @@ def effective_size(values: ByExample) -> float:
     (t / z)^2 accounts for the small number of examples behind the variance (Korn & Graubard 1998, "Confidence intervals
     for proportions with small expected number of positive counts estimated from survey data"). The middle value is our
     choice. The usual choice, if all episodes succeed, is a design effect of 1: then, for 4 examples with 30 episodes
-    each that are all alike, only 6 of 10 intervals contain the true share. An effect of m instead makes the interval
-    jump from (0.51, 1) to (0.91, 1) at the first failure.
+    each, only 6 of 10 intervals contain the true share if the episodes of an example are all alike. An effect of m
+    instead makes the interval jump from (0.51, 1) to (0.91, 1) at the first failure.
     """
     found = _clusters(values)
     return _effective(found.mean * (1 - found.mean), found)

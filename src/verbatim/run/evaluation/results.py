@@ -63,7 +63,7 @@ class EnvResult:
 
     @property
     def episodes_each(self) -> str:
-        """The number of episodes per example, as text: "4", or "3-4" if it varies."""
+        """The number of episodes per example, as text: "4", or "3-4" if the number varies."""
         counts = [example.num_episodes for example in self.examples]
         low, high = min(counts, default=0), max(counts, default=0)
         return str(low) if low == high else f"{low}-{high}"

@@ -39,8 +39,8 @@ class Dispatcher:
     Launching: every open place in the batches up to `staleness.newest_batch` may have one group in flight. If online
     difficulty filtering replaces groups, a place may have `oversampling_factor` groups in flight, because some of them
     will be dropped. At most `oversampling_factor` batches' worth of groups are in flight. The examples of all these
-    groups are drawn at once. Their episodes are created only when they will find slots soon, one group at a time, while
-    fewer than `rollouts.group.MOST_IN_LINE` episodes wait for a slot.
+    groups are drawn immediately. Their episodes are created only when they will find slots soon, one group at a time,
+    while fewer than `rollouts.group.MOST_IN_LINE` episodes wait for a slot.
 
     Handing out: a batch takes the finished groups with the lowest launch indices, as soon as there are enough. It does
     not wait for groups that were launched earlier and still run, except for a group that would be older than

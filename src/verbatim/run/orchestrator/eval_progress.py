@@ -109,7 +109,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run should end; None if it should continue."""
+        """Why the run should end; None if the run should continue."""
         if len(self.since) < self.rule.patience:
             return None
         assert self.best is not None
@@ -156,7 +156,7 @@ class EvalProgress:
         return is_best
 
     def _value(self, criterion: CriterionConfig, step: int, evaluations: Mapping[str, Evaluation]) -> float | None:
-        """The criterion's value; None, with a warning, if it is missing or too many episodes failed."""
+        """The criterion's value; None, with a warning, if the value is missing or too many episodes failed."""
         failed = {
             one.env: too_many_failed(one.num_failed, one.num_episodes, self.max_failed)
             for one in _counted(criterion, evaluations)
@@ -186,7 +186,7 @@ class EvalProgress:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends before its last step; None if it does not end early."""
+        """Why the run ends before its last step; None if the run does not end early."""
         return self.early_stopping.reason if self.early_stopping is not None else None
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,8 +50,8 @@ _known: list[_Known] = []
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
     """While the block runs, exclude existing objects (modules, models, tokenizers) from collections, and check new
-    objects less often. Reference counting still frees objects at once; only cycles live longer, until `step_is_over` or
-    `group_is_over` notices the growth."""
+    objects less often. Reference counting still frees objects immediately; only cycles live longer, until
+    `step_is_over` or `group_is_over` notices the growth."""
     before = gc.get_threshold()
     if not before[0] or not gc.isenabled():  # the user has switched the collector off
         yield

@@ -113,7 +113,7 @@ class Orchestrator:
 
     @property
     def stopped_early(self) -> str | None:
-        """Why the run ended before its last step; None if it has not ended, or has taken all its steps."""
+        """Why the run ended before its last step; None if the run has not ended, or has taken all its steps."""
         return self.progress.stop_reason if self.step < self.schedule.max_steps else None
 
     def ending(self) -> dict[str, Any]:

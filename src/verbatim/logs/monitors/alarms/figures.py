@@ -224,8 +224,8 @@ def _break_figures(completed: Sequence[TrajectoryRecord]) -> dict[str, float]:
 
 
 def own_breaks(trajectory: TrajectoryRecord) -> tuple[int, int, int]:
-    """For the agent that spoke first: the number of its turns after the first, the number of those that break, and the
-    number of those that also lose or change at least half of the previous completion.
+    """For the agent that spoke first: the number of its turns after the first, the number of these turns that break,
+    and the number of these turns that break and lose or change at least half of the previous completion.
 
     Other agents are ignored, because their conversations may start from scratch at each call.
     """

@@ -176,8 +176,8 @@ class ReusedPrograms:
         return program
 
     def _free(self) -> Reused | None:
-        """Return the process with the fewest episodes among those with a free place, or None if none has a free
-        place."""
+        """Of the processes with a free place, return the process with the fewest episodes. Return None if no process
+        has a free place."""
         alive = [p for p in self._running if not p.is_dead and p.watching is not None and p.num_running < self._places]
         return min(alive, key=lambda p: p.num_running, default=None)
 
