@@ -19,7 +19,7 @@ EXPECTED = (
     "datasets.Dataset"
 )
 FEWEST = 20
-"""Minimum number of rows. If there are fewer, none are held out."""
+"""Minimum number of rows for holding out some of them. If there are fewer rows, no row is held out."""
 _TABLE = ("path", "name", "split", "revision")
 """The keys of a table that names a data set."""
 

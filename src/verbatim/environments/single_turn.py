@@ -94,5 +94,5 @@ def prompt_of(example: Example, field: str) -> Any:
 
 
 def opened_with(system_prompt: str | None) -> list[Message]:
-    """Return the opening messages that come before the prompt: the system message, or none."""
+    """Return the opening messages that come before the prompt: the system message, or no message."""
     return [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -1,4 +1,4 @@
-"""Runs episodes, one asyncio task each; `gateway` records the turns of agent programs written with any SDK.
+"""Runs each episode in its own asyncio task; `gateway` records the turns of agent programs written with any SDK.
 
 In: an example, an environment, a sampler, a renderer. Out: a trajectory. Read first: `episode.py`, then `loop.py`,
 which makes the turns. Imports `core`, `config`, `models`, `environments`, `inference`.

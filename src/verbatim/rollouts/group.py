@@ -143,8 +143,8 @@ async def _score_together(
     trajectories: list[Trajectory],
     timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
-    """Replace the rewards of the completed trajectories by those from `score_group`. If `score_group` fails, the whole
-    group fails, but not the run. `score_group` has the timeout of one episode; if it ignores its
+    """Replace the rewards of the completed trajectories by the rewards that `score_group` returns. If `score_group`
+    fails, the whole group fails, but not the run. `score_group` has the timeout of one episode; if it ignores its
     cancellation, it is abandoned."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:

@@ -147,7 +147,7 @@ class _Fault:
     why: str
     """The reason in words."""
     is_sure: bool
-    """True if no episode of the example can start. False if one might start with more time or with the run's
+    """True if no episode of the example can start. False if an episode might start with more time or with the run's
     sampler."""
 
 

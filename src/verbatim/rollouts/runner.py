@@ -54,7 +54,7 @@ class EpisodeRunner(Protocol):
         token as it is sampled."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the runner's own metrics of a step. The default has none."""
+        """Return the runner's own metrics of a step. The default returns no metrics."""
         return {}
 
 
@@ -112,7 +112,7 @@ class RolloutSetup:
     slots: asyncio.Semaphore
     """Limits the number of episodes in flight, over all environments together."""
     teacher: ChatConnection | None = None
-    """Chat server that generates the turns, or None if the sampler does."""
+    """Chat server that generates the turns, or None if the sampler generates them."""
     runner: EpisodeRunner = field(default_factory=LocalRunner)
     """Runs the episodes, and so decides in which process they run."""
     episode_stats: EpisodeStats = field(default_factory=EpisodeStats)

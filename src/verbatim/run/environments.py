@@ -236,7 +236,8 @@ def check_tools(config: RunConfig, environments: Environments, renderer: Rendere
 
 
 def _first_demonstration(environment: Environment, label: str, seed: int) -> Demonstration | None:
-    """The environment's first demonstration; None if it provides no demonstrations, or none with its settings."""
+    """The environment's first demonstration; None if it provides no demonstrations at all, or no demonstrations with
+    its current settings."""
     if not isinstance(environment, Demonstrates):
         return None
     try:

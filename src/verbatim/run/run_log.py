@@ -144,7 +144,7 @@ class RunLog:
     def stage(
         self, what: str, total: int | None = None, *, count: Callable[[], int] | None = None
     ) -> AbstractContextManager[object]:
-        """Show a progress bar below the terminal's last line while the block runs."""
+        """While the block runs, show a progress bar at the bottom of the terminal."""
         return self._console.view.stage(what, total, count=count)
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -54,7 +54,8 @@ def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None)
         pid: The process id.
         proc: The proc file system.
         at_most: A limit in KiB, or None to always compute the exact sum. With a limit, a cheap upper bound is computed
-            first, in which shared pages count once per process; if it does not exceed the limit, the bound is returned.
+            first, in which shared pages count once per process; if this bound does not exceed the limit, it is
+            returned.
     """
     found = list(descendants(pid, proc))
     held = sum(_kb(proc / str(one) / "status", _OWN) or 0 for one in found)

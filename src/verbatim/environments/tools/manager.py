@@ -202,8 +202,8 @@ async def _run(begin: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
 
 
 def _contained(error: BaseException, task: asyncio.Task[Any] | None) -> BaseException:
-    """Replace a tool's BaseException that would end the run by a RuntimeError. Other exceptions and Ctrl-C are returned
-    unchanged."""
+    """Return a RuntimeError instead of a tool's BaseException that would end the run. Return any other exception, and
+    Ctrl-C, unchanged."""
     if isinstance(error, Exception | asyncio.CancelledError) or is_ctrl_c(error):
         return error
     if isinstance(error, GeneratorExit) and not is_running(task):  # Python closes a coroutine that was never finished

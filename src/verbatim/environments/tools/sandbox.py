@@ -106,7 +106,8 @@ class ShellProtocol:
         return f"eval {quoted} </dev/null 4>&-; {done}\n".encode(errors="replace")
 
     def answer(self) -> ShellOutput | None:
-        """Remove the next complete `ShellOutput` from `received` and return it; None if none is complete yet."""
+        """Remove the next complete `ShellOutput` from `received` and return it; None if `received` has no complete one
+        yet."""
         found = self._mark.search(self.received)
         if found is None:
             return None
@@ -260,7 +261,8 @@ class Sandbox:
         self._watched = WATCH.add(self._process.pid, self.limits.memory_mb, on_too_much, files_mb=self.limits.disk_mb)
 
     def _stop_too_much(self) -> None:
-        """Stop the running command. If none is running, stop the background processes that earlier commands left."""
+        """Stop the running command. If no command is running, stop the background processes that earlier commands
+        left."""
         self._holds_too_much = True
         if self._deadline is not None and not self._deadline.expired():  # `_run` then sees a timeout
             self._deadline.reschedule(0)

@@ -91,8 +91,9 @@ class Difference:
     def stops(self) -> frozenset[int]:
         """Tokens that end a turn: the last tokens of completions that were not cut off.
 
-        If a stop string ended a completion, its last token can be any token. Therefore only the tokenizer's own stop
-        tokens and control tokens count; without a tokenizer, only the most frequent last token counts.
+        If a stop string ended a completion, the completion's last token can be any token. Therefore only the
+        tokenizer's own stop tokens and control tokens count; without a tokenizer, only the most frequent last token
+        counts.
         """
         ends = Counter(
             int(turn.completion_ids[-1])

@@ -45,6 +45,6 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: as for `read_json`.
-        FormatError: the file has a different format number, or none.
+        FormatError: the file has a different format number, or no format number.
     """
     return content_of(path.name, read_json(path), path)

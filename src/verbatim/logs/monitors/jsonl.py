@@ -153,7 +153,7 @@ def read_log(path: Path, kind: str) -> Iterator[dict[str, Any]]:
 
     Raises:
         UsageError: as for `read_jsonl`.
-        FormatError: a line has a different format number, or none.
+        FormatError: a line has a different format number, or no format number.
     """
     for number, record in enumerate(read_jsonl(path), start=1):
         yield content_of(kind, record, f"{path}:{number}")
@@ -167,7 +167,7 @@ def refuse_other_log(path: Path) -> None:
         path: The log, whose name is a key in `FORMATS`.
 
     Raises:
-        FormatError: the first line has a different format number, or none.
+        FormatError: the first line has a different format number, or no format number.
     """
     if first := next(read_jsonl(path), None) if path.is_file() else None:
         content_of(path.name, first, f"{path}:1")

@@ -36,8 +36,8 @@ _BATCH, _PARAMS = 1000, 100
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 """Maximum length of a parameter, and of a tag, in characters."""
 _MOST_TABLES = 80
-"""Maximum number of tables that are listed in the run's tag: the newest tables. More would exceed a tag's maximum
-length."""
+"""Maximum number of tables that are listed in the run's tag: the newest tables. A longer list would exceed a tag's
+maximum length."""
 _TABLES = "mlflow.loggedArtifacts"
 """Name of the tag that MLflow's pages read to find a run's tables."""
 _FOREIGN = re.compile(r"[^\w\-. :/]")

@@ -65,8 +65,8 @@ def restore(
     Args:
         path: The log.
         step: The step of the checkpoint; 0 to empty the log.
-        mark: The log's mark at the checkpoint; None if the checkpoint has none, because the log was not written at the
-            time.
+        mark: The log's mark at the checkpoint; None if the checkpoint has no mark, because the log was not written at
+            the time.
         is_record: Returns True if a JSON value is a record of this log. Records have an integer `step`.
         checkpoints: The steps of all checkpoints, whose marks are corrected after a fault.
         every_step: True if the log must have a line for each step, so that a missing step is a fault even without a

@@ -39,7 +39,7 @@ def read_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
     JSONL file.
 
     Raises:
-        FormatError: a file has a different format number, or none.
+        FormatError: a file has a different format number, or no format number.
         UsageError: there are no trajectories, a file is a link or damaged, or pyarrow is needed but not installed.
     """
     if path.is_dir() or path.suffix == ".parquet":

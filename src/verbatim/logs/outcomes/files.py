@@ -265,7 +265,7 @@ def refuse_other_columns(file: pq.ParquetFile, where: object) -> None:
     """Refuse a file that does not contain outcomes.
 
     Raises:
-        FormatError: the file has a different format number, or none.
+        FormatError: the file has a different format number, or no format number.
         UsageError: the file has different columns.
     """
     check_metadata(KIND, (file.schema_arrow.metadata or {}).get(METADATA_KEY.encode()), where)

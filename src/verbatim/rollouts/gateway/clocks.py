@@ -56,9 +56,9 @@ def without_moments(text: str) -> str:
 
 
 def frame_words(texts: Sequence[str]) -> list[str]:
-    """Return the parts of a system prompt that stay the same while a clock or counter in the prompt advances. These are
-    its words in order, without numbers, dates, random ids and most punctuation, and without the plural s of a word that
-    follows a number.
+    """Return the parts of a system prompt that stay the same while a clock or counter in the prompt advances. These
+    parts are the prompt's words in order, without numbers, dates, random ids and most punctuation, and without the
+    plural s of a word that follows a number.
 
     >>> frame_words(["Mon Nov 26, 9:59 AM. There are 2 steps left (#..) in run_3f2a91, in C++."])
     ['there', 'step', 'left', 'in', 'run', 'in', 'c++']

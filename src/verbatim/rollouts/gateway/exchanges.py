@@ -30,7 +30,8 @@ T = TypeVar("T")
 _MOST_KEPT = 128
 """Maximum number of finished exchanges that are kept for retries."""
 _NOTICED = 0.1
-"""Number of seconds within which a closed connection is noticed. A client may retry on a new connection before that."""
+"""Number of seconds within which a closed connection is noticed. A client may retry on a new connection before the
+closed connection is noticed."""
 
 
 class OtherRequest(Exception):

@@ -358,7 +358,7 @@ class _Walk(Generic[T]):
     digester: Digester
     known: Node[T] | None = None
     new_from: int | None = None
-    """Index of the first message that is not in the tree, or None if all messages are."""
+    """Index of the first message that is not in the tree, or None if all messages are in the tree."""
     first_new: Mapping[str, Any] | None = None
     """The message at the index `new_from`."""
     first_said: Mapping[str, Any] | None = None

@@ -42,7 +42,7 @@ class RemoteSetup:
     params: SamplingParams
     limits: EpisodeLimits
     teacher: OpenAI | None = None
-    """Chat server that generates the turns, or None if the sampler does."""
+    """Chat server that generates the turns, or None if the sampler generates them."""
 
 
 def packed_plan(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 GRACE = CLOSING + 3 * supervised.GRACE
 """Number of seconds after an episode's deadline at which its worker is considered stuck, and therefore lost. An episode
-that merely ignores its cancellation is abandoned and closed before that."""
+that merely ignores its cancellation is abandoned and closed before its worker is considered stuck."""
 MOST_ATTEMPTS = 3
 """Number of workers that an episode may lose before it fails. Its last attempt runs on a worker of its own: if that
 worker is lost too, the episode itself must be the cause."""

@@ -55,7 +55,8 @@ class Worker(Protocol):
 
 
 def dumped(value: Any) -> bytes:
-    """Pickle a value that may contain the user's objects. Raises CannotBeSent if one of these raises an exception."""
+    """Pickle a value that may contain the user's objects. Raises CannotBeSent if one of these objects raises an
+    exception."""
     with users_errors(lambda error: CannotBeSent(error_text(error, 500))):
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 

@@ -74,8 +74,8 @@ def evaluated_episode_from_json(record: Mapping[str, Any], success: bool | None 
 
     Args:
         record: The trajectory as written by `trajectory_to_json`.
-        success: The environment's verdict. If None, the verdict in `info` is used; if there is none, a reward of at
-            least 1 counts as success.
+        success: The environment's verdict. If None, the verdict in `info` is used; if `info` has no verdict, a reward
+            of at least 1 counts as success.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the record is not a trajectory.

@@ -182,7 +182,8 @@ def _example(example_id: str, group: Sequence[EvaluatedEpisode], ks: Sequence[in
 
 def means(outcomes: Sequence[EvaluatedEpisode]) -> dict[str, float]:
     """The means over the completed episodes. `reward_part/{part}` and `agent_reward/{agent}` get `/mean` and `/std`.
-    `valid_format` is a share of all turns with tool calls, not a mean over episodes; it is absent if there are none."""
+    `valid_format` is a share of all turns with tool calls, not a mean over episodes; it is absent if no turn has tool
+    calls."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.figures.items():
