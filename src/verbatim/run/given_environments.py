@@ -101,8 +101,8 @@ def _giving(environment: Any) -> Callable[[], Any]:
 
 
 def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunConfig:
-    """The configuration. If it names an environment that exists only in this process, the result puts the trainer into
-    this process too.
+    """Return the configuration. If an environment in it exists only in this process, also move the trainer into this
+    process.
 
     Raises:
         ConfigError: no table of the configuration names a given environment, or the configuration puts a given

@@ -38,8 +38,8 @@ class StoredStep:
 
     step: int
     outcomes: Sequence[TrajectoryOutcome]
-    """The outcomes in the step's file, in order: those of the batch, then those of trajectories dropped before they
-    reached a batch."""
+    """The outcomes in the step's file, in order: the outcomes of the batch, then the outcomes of trajectories that were
+    dropped before they reached a batch."""
     metrics: Mapping[str, float] | None
     """The step's row in the metrics log; None if there is no such row."""
 

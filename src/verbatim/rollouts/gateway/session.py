@@ -340,7 +340,7 @@ class Session:
     def _restores_reasoning(self) -> bool:
         """Return True if the reasoning is restored in answers that a client sends back without it. By default it is
         restored only for renderers that keep the history verbatim. With history = "template" the chat template decides
-        from the messages alone, as on a stateless server, so nothing may be added to them."""
+        from the messages alone, as on a stateless server, so nothing may be added to the messages."""
         if self.settings.restores_reasoning is not None:
             return self.settings.restores_reasoning
         return getattr(self.loop.renderer, "history", "template") == "verbatim"

@@ -117,7 +117,8 @@ def _figures(record: _Json, turns: Sequence[_Json], info: _Json) -> dict[str, fl
 
 
 def _num_sampled(record: _Json, turns: Sequence[_Json], info: _Json) -> int:
-    """The number of sampled tokens, as recorded, or, for a server that returns no ids, as the server counted them."""
+    """The recorded number of sampled tokens. For a server that returns no ids, it is the number that the server
+    counted."""
     recorded = sum(len(turn["completion_ids"]) for turn in turns) + record["num_unrecorded_tokens"]
     return recorded or int(_counts(info.get(USAGE)).get("completion_tokens", 0))
 

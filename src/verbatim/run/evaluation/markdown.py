@@ -53,7 +53,7 @@ def markdown(
         title: The heading.
         conditions: The settings: seed, episodes, sampling, ...
         subjects: The models.
-        compared: The comparisons of two models each.
+        compared: The comparisons, each between two models.
         errors: The number of failed episodes and the first error, by letter and kind of failure.
     """
     parts = [

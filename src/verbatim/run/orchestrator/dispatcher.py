@@ -198,8 +198,8 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def discard(self) -> int:
-        """After `stop` at the end of a run, forget everything held, and return the number of tokens in it. If the run
-        is extended later, these groups are sampled again."""
+        """After `stop` at the end of a run, forget all groups that are not settled, and return the number of their
+        tokens. If the run is extended later, these groups are sampled again."""
         held = self.num_pending_tokens
         self._again += [launched.drawn for launched in self._held()]
         self._drawn, self._running, self._ready, self._taken = deque(), {}, [], deque()

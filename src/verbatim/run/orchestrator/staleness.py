@@ -38,8 +38,8 @@ def age_metrics(ages: Sequence[int], max_off_policy_steps: int) -> dict[str, flo
     rollouts of age a.
 
     Args:
-        ages: The ages of a batch's rollouts, without rollouts that are too old. If it is empty, the result is only the
-            histogram.
+        ages: The ages of a batch's rollouts, without rollouts that are too old. If there are no ages, the result is
+            only the histogram.
         max_off_policy_steps: The oldest age that is trained.
 
     Example: ages 0, 1, 1 with a bound of 2 give mean 2/3, max 1, age/0 1, age/1 2, age/2 0.

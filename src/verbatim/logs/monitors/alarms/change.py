@@ -1,9 +1,9 @@
 """Tests by ranks whether a figure has risen or fallen, so that outliers and the figure's scale do not matter.
 
 Every rule that detects a change asks two questions. Is the change large enough to matter (a parameter of the rule)? Is
-it larger than the noise between steps? The second question is answered by a one-sided Mann-Whitney test of the recent
-steps against earlier ones, at the level `SURE`. If nothing changes, all orders of the values are equally likely, and
-the test passes by chance in at most one of 1,000 windows. With 8 steps against 8, it passes only if the two sets of
+the change larger than the noise between steps? The second question is answered by a one-sided Mann-Whitney test of the
+recent steps against earlier ones, at the level `SURE`. If nothing changes, all orders of the values are equally likely,
+and the test passes by chance in at most one of 1,000 windows. With 8 steps against 8, it passes only if the two sets of
 values hardly overlap.
 """
 

@@ -1,8 +1,8 @@
 """Runs verifiers' chat loop in this process, because verifiers' own harness `null` would first install a program from
 the network.
 
-The model takes turns, and the task's MCP tools that a turn calls are run after it. A turn without a call is the last
-one. Every request goes through verifiers' interception server, as with any other harness.
+The model takes a turn, then the task's MCP tools that it called are run, and this repeats. The first turn without a
+call is the last turn. Every request goes through verifiers' interception server, as with any other harness.
 """
 
 from __future__ import annotations
