@@ -1,5 +1,5 @@
-"""`verbatim doctor --template MODEL_OR_FILE`: finds where prompts rendered with a chat template can be continued
-exactly, by rendering probe dialogues, and how the template handles tools."""
+"""`verbatim doctor --template MODEL_OR_FILE`: renders probe dialogues to find out where prompts rendered with a chat
+template can be continued exactly, and how the template handles tools."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ class GymnasiumStyle:
 
     Each example is a seed, so all episodes of a group begin in the same state. The observation is the user's message,
     and the model's text is the action. The episode ends when `terminated` or `truncated` is True. The reward of an
-    environment step is the reward of the turn, and the sum of these is the score. `reset` and `step` run in threads.
+    environment step is the reward of the turn, and the sum of these rewards is the score. `reset` and `step` run in
+    threads.
 
     Args:
         environment: A class, a function that creates an environment, or the import path of either.

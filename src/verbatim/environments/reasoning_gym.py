@@ -32,7 +32,7 @@ class ReasoningGym:
     item i with `seed + i`, so that a data set with a different seed would share items with the training tasks.
 
     Raises:
-        UsageError: the package is not installed, the task does not exist, or the task needs PYTHONHASHSEED and this is
+        UsageError: the package is not installed, the task does not exist, or the task needs PYTHONHASHSEED, which is
             not set.
         ComponentError: the package refuses the parameters.
     """

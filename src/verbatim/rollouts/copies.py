@@ -153,8 +153,8 @@ def others_in(messages: Sequence[Message], start: int = 0) -> Others:
 
 
 def begins_with(messages: Sequence[Message], known: tuple[Message, ...], others: Others | None) -> bool:
-    """Return True if the messages begin with the known ones. The comparison is so strict that a template renders equal
-    messages identically.
+    """Return True if the messages begin with the known messages. The comparison is so strict that a template renders
+    equal messages identically.
 
     Args:
         messages: The caller's messages as they are now.

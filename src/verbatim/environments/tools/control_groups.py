@@ -98,7 +98,7 @@ class MemoryGroup:
 
 def _own_group(proc: Path) -> tuple[Path | None, bool]:
     """Return (folder, is_first): the folder of this process's memory group, or None if there is none; and True for
-    cgroup version 1, False for version 2."""
+    cgroup version 1, else False."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
         mounts = (proc / "self" / "mounts").read_text(encoding="utf-8").splitlines()

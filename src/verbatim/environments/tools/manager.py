@@ -86,7 +86,7 @@ class ToolManager(Mapping[str, Tool]):
 
     def register(self, *tools: object) -> None:
         """Add tools. If a tool is invalid, raise the constructor's error and add no tool. The model does not see tools
-        that are added during an episode, because its prompt has already been rendered."""
+        that are added during an episode, because the model's prompt has already been rendered."""
         taken = dict(self._tools)
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:

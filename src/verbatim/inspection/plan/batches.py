@@ -118,8 +118,8 @@ def batch_of_run(config: RunConfig, run: Path) -> PlannedBatch:
 def kept_set_bytes(config: RunConfig, batch: PlannedBatch) -> int:
     """The size of a batch's kept sets in bytes, at 4 bytes per id; 0 if sampling keeps all ids.
 
-    The number of ids is taken from the kept sets of the earlier run. If there are none, it is `top_k`, or else
-    `KEPT_IDS`, per sampled token.
+    The number of ids is taken from the kept sets of the earlier run. If there are no such kept sets, each sampled token
+    is assumed to have `top_k` ids, or `KEPT_IDS` ids without `top_k`.
     """
     if not config.needs_kept_sets:
         return 0

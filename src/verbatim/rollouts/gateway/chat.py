@@ -83,8 +83,8 @@ def _short(text: str) -> str:
 
 
 def sent_before(headers: Mapping[str, str]) -> tuple[str, bool]:
-    """Return a request's idempotency key, and True if its headers mark it as a retry. The SDKs of OpenAI and Anthropic
-    send both."""
+    """Return a request's idempotency key, and True if the headers mark the request as a retry. The SDKs of OpenAI and
+    Anthropic send the key and the mark."""
     return _short(headers.get("idempotency-key", "")), headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 

@@ -130,8 +130,8 @@ def cannot_tell(d: Difference) -> str | None:
 
 
 def another_conversation(d: Difference) -> str | None:
-    """Recognise that the prompt replaces no history, because its agent has no history yet or because the compared
-    conversation continues later."""
+    """Recognise that the prompt replaces no history, because the prompt's agent has no history yet or because the
+    compared conversation continues later."""
     agent, last = d.turns[d.opening.turn].agent, d.opening.against[-1]
     if d.opening.first_of_agent:
         return f"the first turn of agent {agent!r}; its prompt shares {counted(d.at, 'token')} with turn {last}"

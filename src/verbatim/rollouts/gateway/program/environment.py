@@ -246,7 +246,8 @@ class Program:
         return self._examples[split]
 
     async def start(self, example: Example, seed: int) -> ProgramEpisode:
-        """Create the episode of one row. `seed` is unused: the program gets no seed, and the sampler has its own."""
+        """Create the episode of one row. `seed` is unused: the program gets no seed, and the sampler has its own
+        seed."""
         return ProgramEpisode(self, example)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Demonstration]:
