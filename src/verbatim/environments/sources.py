@@ -115,7 +115,7 @@ class ListExamples(_Source):
     Args:
         rows: The rows, as mappings.
         what: The name of the rows in errors: with "data", an error names "data[3]".
-        id_field: Like the field `id` of `Columns`. The other `..._field` arguments are like the other fields of `Columns`.
+        id_field: The same as `Columns.id`. Each other `..._field` argument is the same as a field of `Columns`.
 
     Raises:
         UsageError: a row is invalid; the error names its index.
@@ -150,7 +150,7 @@ class JsonlExamples(_Source):
 
     Args:
         path: The file, in UTF-8, with one JSON object per line. Empty lines are skipped.
-        id_field: Like the field `id` of `Columns`. The other `..._field` arguments are like the other fields of `Columns`.
+        id_field: The same as `Columns.id`. Each other `..._field` argument is the same as a field of `Columns`.
 
     Raises:
         UsageError: the file does not exist, or a line is invalid; the error names the file and the line.
@@ -185,7 +185,7 @@ class HuggingFaceExamples(_Source):
         split: Name of the split. Ignored if `source` is a `Dataset`, or a saved folder that holds only one split.
         name: The data set's configuration, passed to `load_dataset`.
         revision: The data set's version, passed to `load_dataset`.
-        id_field: Like the field `id` of `Columns`. The other `..._field` arguments are like the other fields of `Columns`.
+        id_field: The same as `Columns.id`. Each other `..._field` argument is the same as a field of `Columns`.
 
     Raises:
         UsageError: the data set cannot be loaded or has no such split. Also raised on access to an invalid row.

@@ -110,8 +110,8 @@ def find_isolation(*, unsafe_allow: bool = False) -> Isolation:
 
 @cache
 def _try_all(isolations: tuple[Isolation, ...]) -> tuple[Isolation | None, tuple[str, ...]]:
-    """Return the first isolation that works, or None if no isolation works, and the reasons why the isolations before
-    it failed. Cached, because each attempt runs a script."""
+    """Return (the first isolation that works, no reasons). If no isolation works, return (None, the reason why each
+    isolation failed). Cached, because each attempt runs a script."""
     tried = []
     for isolation in isolations:
         problem = why_not(isolation)
