@@ -15,6 +15,7 @@ from verbatim.core.texts import printable
 from verbatim.models.renderers.continuations import told
 from verbatim.models.renderers.renderer import Renderer
 from verbatim.run.check import check_run
+from verbatim.run.cluster import connected
 from verbatim.run.openings import look_at_openings
 from verbatim.run.orchestrator.staleness import capped_settings
 from verbatim.run.recipes import run_file
@@ -38,12 +39,16 @@ def run(args: argparse.Namespace) -> int:
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
     with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout must be valid TOML
+        with connected(config) as placed:
+            pass
         with told_if_slow("checking environments, components and the model's renderer"), imports_that_stay():
             environments = check_run(config, plays=False, told=made.append)
         with told_if_slow("measuring the opening prompts of all examples"):
             looked_at = list(look_at_openings(config, environments, made[0]))
     sys.stdout.write(dump_config(config))
     sys.stdout.flush()
+    for line in placed:
+        print(printable(line), file=sys.stderr)
     for sentence in (*capped_settings(config.orchestrator), *looked_at):
         print(printable(f"note: {sentence}"), file=sys.stderr)
     settings = config.orchestrator.renderer

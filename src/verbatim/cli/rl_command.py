@@ -165,7 +165,7 @@ def train(
     config = load(args, fork)
     if args.file in recipes().values() and not args.resume:
         console.print(f"{args.file.stem}: {about(args.file)}", soft_wrap=True)
-    if not trainer_elsewhere:
+    if not trainer_elsewhere and config.cluster is None:
         importing = told_if_slow("importing PyTorch and transformers")
         keep_trainer(config, contextlib.nullcontext() if args.quiet else importing)
     with own_stdout() if args.json else contextlib.nullcontext(sys.stdout) as stdout:

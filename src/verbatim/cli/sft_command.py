@@ -7,6 +7,7 @@ from datetime import datetime
 
 from verbatim.cli import exit_status
 from verbatim.config import load_config
+from verbatim.core.ctrl_c import ignore_presses
 from verbatim.core.errors import ConfigError
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.checkpoints import ORCHESTRATOR, RunFolder, holding
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the file has no [warm_start] table.
     """
     if is_led():  # this is a rank other than 0: rank 0 has the run folder and leads
+        ignore_presses()  # Ctrl-C reaches all ranks; rank 0 alone handles it, and ends the run in order
         follow_leader()
         return exit_status.FINISHED
     config = load_config(args.file, args.overrides, component_tables())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 from verbatim.cli import exit_status, rl_command
-from verbatim.core.ctrl_c import raise_ctrl_c, second_press_ends
+from verbatim.core.ctrl_c import ignore_presses, raise_ctrl_c, second_press_ends
 from verbatim.core.plain_console import PlainConsole
 from verbatim.logs.checkpoints import TRAINER, RunFolder, holding
 from verbatim.run.check import check_run
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve one orchestrator until the run is over."""
     supervised = args.session is not None
     if not supervised and is_led():  # this is a rank other than 0: rank 0 has the run folder and leads
+        ignore_presses()  # Ctrl-C reaches all ranks; rank 0 alone handles it, and ends the run in order
         follow_leader()
         return exit_status.FINISHED
     config = rl_command.load(args).named(args.file.stem)

@@ -302,13 +302,14 @@ class BufferConfig(Section):
 
 
 class RolloutConfig(BackendSection):
-    """Where episodes run. Each backend has its own settings in the table with its name: [orchestrator.rollout.ray]."""
+    """Where episodes run. Each backend has its own settings in the table with its name:
+    [orchestrator.rollout.processes]."""
 
     what: ClassVar[str] = "rollout backend"
 
     backend: str = "local"
-    """"local": the orchestrator's own process; "processes": child processes on this machine; "ray": Ray actors on any
-    number of hosts; or the import path of a backend of your own."""
+    """"local": the orchestrator's own process; "processes": child processes on this machine; "ray": Ray actors on the
+    nodes of [cluster], or on this machine without that table; or the import path of a backend of your own."""
     workers: PositiveInt = 2
     """Number of child processes per environment; with "ray", number of actors for all environments together."""
 

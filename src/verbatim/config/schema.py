@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from verbatim.config.alarms import AlarmsConfig
+from verbatim.config.cluster import ClusterConfig
 from verbatim.config.inference import InferenceConfig
 from verbatim.config.orchestrator import (
     CriterionConfig,
@@ -41,7 +42,7 @@ from verbatim.core.errors import ConfigError
 from verbatim.core.texts import shown
 
 __all__ = [
-    "BuildConfig", "CheckpointConfig", "ComponentConfig", "CriterionConfig",
+    "BuildConfig", "CheckpointConfig", "ClusterConfig", "ComponentConfig", "CriterionConfig",
     "EarlyStoppingConfig", "EnvConfig", "EvalConfig", "Fraction", "InferenceConfig", "LengthPenaltyConfig",
     "LoraConfig", "ModelConfig", "MonitorConfig", "NonNegativeFloat", "OptimConfig", "OrchestratorConfig",
     "ParallelConfig", "PositiveFloat", "PositiveInt", "ReferenceConfig", "RendererConfig", "RunConfig",
@@ -348,6 +349,8 @@ class RunConfig(Section):
     """Checkpoints."""
     monitor: MonitorConfig = MonitorConfig()
     """Logs, saved trajectories and alarms."""
+    cluster: ClusterConfig | None = None
+    """The cluster. Default: none, everything runs on this machine."""
 
     def named(self, default: str) -> RunConfig:
         """The configuration with a name; `default` is used if the file gives none.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import BackendSettings
+from verbatim.config.cluster import ClusterConfig
 from verbatim.inference.sampler import Sampler
 from verbatim.models.renderers.renderer import Renderer
 from verbatim.rollouts.runner import EpisodeRunner, LocalRunner
@@ -28,7 +29,9 @@ class RunnerInputs:
     workers: int
     """Number of workers: `orchestrator.rollout.workers`."""
     logs: Path | None = None
-    """Folder for the output that environments print; None to discard it."""
+    """Folder for the output that environments print; None: it is discarded."""
+    cluster: ClusterConfig | None = None
+    """The table [cluster], for workers on its nodes; None if the run has no cluster."""
 
 
 def local_backend(

@@ -89,6 +89,7 @@ def check_run(
     _check_devices(config)
     check_turns(config, inference_settings(config))
     settings = check_backend(config)
+    starts_both = starts_both and config.cluster is None  # Ray chooses nodes and devices
     check_broadcast(config, is_trainers_host=starts_both)
     if starts_both:
         check_placement(config, settings)
@@ -156,8 +157,8 @@ def _check_runners(config: RunConfig, environments: Environments) -> None:
 
 def _check_devices(config: RunConfig) -> None:
     """Refuse devices that this machine does not have."""
-    teacher = config.orchestrator.teacher
-    places = [("trainer.device", config.trainer.device)]
+    teacher, cluster = config.orchestrator.teacher, config.cluster
+    places = [("trainer.device", config.trainer.device)] if cluster is None or not cluster.places("trainer") else []
     if teacher is not None and teacher.base_url is None:
         places.append(("orchestrator.teacher.device", teacher.device))
     for where, device in places:

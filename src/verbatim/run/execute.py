@@ -30,6 +30,7 @@ from verbatim.logs.uploads import uploading
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.build import make_monitors
 from verbatim.run.check import check_run
+from verbatim.run.cluster import connected
 from verbatim.run.copies import bring_back, copies_of_runs, copy_of
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
@@ -72,6 +73,38 @@ def execute(
         StoppedByAlarm: an alarm ended the run early.
         RunStopped: the run cannot continue.
     """
+    with connected(config) as placed:
+        return _execute(
+            config,
+            name,
+            resume,
+            console,
+            run_loop,
+            how_to_go_on,
+            environments,
+            monitors,
+            trainer_elsewhere=trainer_elsewhere,
+            fork=fork,
+            placed=placed,
+        )
+
+
+def _execute(
+    config: RunConfig,
+    name: str,
+    resume: bool | Path,
+    console: Console,
+    run_loop: RunLoop,
+    how_to_go_on: Callable[[Path], str],
+    environments: Mapping[str, Any],
+    monitors: Sequence[Monitor],
+    *,
+    trainer_elsewhere: bool,
+    fork: Fork | None,
+    placed: Sequence[str],
+) -> TrainingRun:
+    """Same as `execute`, while this process is connected to the run's cluster, if it has one. `placed` describes the
+    placement."""
     started = time.monotonic()
     config = config.named(name)  # stored with the run: a resume may read the stored file, whose name is not the run's
     runs = copies_of_runs(config)
@@ -96,7 +129,8 @@ def execute(
         log_to_file(folder.log(ORCHESTRATOR)),
         uploading(folder.path, copy_of(runs, folder, resumed=bool(resume))) as uploads,
     ):
-        console.print(f"run folder  {folder.path}", soft_wrap=True)
+        for line in (f"run folder  {folder.path}", *placed):
+            console.print(line, soft_wrap=True)
         tell([*choices, *measured], console, folder.path)
         training = TrainingRun(
             config=config,

@@ -55,7 +55,7 @@ def make_trainer(
     together: AbstractContextManager[None] = nullcontext()
     # This sends the order to the other ranks, which make their trainers while this rank makes its own.
     if ranks is not None and ranks.leads:
-        together = ranks.lead("make", purpose=purpose, source=str(source), first=str(first))
+        together = ranks.lead("make", purpose=purpose, source=_as_path(source), first=_as_path(first))
     with together:
         return Trainer(
             source,
@@ -68,6 +68,11 @@ def make_trainer(
             frozen=frozen,
             ranks=ranks,
         )
+
+
+def _as_path(source: str | Path | None) -> Path | str | None:
+    """A folder as an absolute path, which orders may translate for other hosts; a hub id unchanged."""
+    return Path(source).resolve() if source is not None and Path(source).is_dir() else source and str(source)
 
 
 def threads_of(config: RunConfig, own: int | None) -> int | None:

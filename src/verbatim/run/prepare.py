@@ -39,14 +39,14 @@ def prepare_model(
         ModelError: the model does not exist.
     """
     name = config.model.name
-    source = Path(folder_of(name)) if name is not None else _build(config, environments, folder, console)
+    source = Path(folder_of(name)) if name is not None else build_first_model(config, environments, folder, console)
     if config.warm_start is None:
         return source
     return _warm_start(config, config.warm_start, environments, source, folder, console, ranks)
 
 
-def _build(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
-    """Build the model in the run folder, unless an earlier process has built it."""
+def build_first_model(config: RunConfig, environments: Environments, folder: Path, console: Console) -> Path:
+    """Build the model of [model.build] in the run folder, unless an earlier process has built it."""
     build_config = config.model.build
     assert build_config is not None
     target = folder / "model"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.config import BackendSettings, find_backend, import_object, settings_for
+from verbatim.config.cluster import ClusterConfig
 from verbatim.config.schema import EnvConfig, OrchestratorConfig, RendererConfig, RunConfig
 from verbatim.config.sections import table_of
 from verbatim.core.errors import ComponentError, UsageError
@@ -105,6 +106,7 @@ async def open_runner(
     renderer: Renderer,
     teacher: OpenAI | None = None,
     logs: Path | None = None,
+    cluster: ClusterConfig | None = None,
 ) -> AsyncIterator[EpisodeRunner]:
     """Open the episode runner.
 
@@ -116,6 +118,7 @@ async def open_runner(
         teacher: A chat server that generates the training episodes instead of the sampler.
         logs: The folder for the output of environments that run in other processes on this machine. None to discard the
             output.
+        cluster: The table [cluster], if the run has one.
 
     Raises:
         UsageError: Ray, its actors or a worker process cannot be started.
@@ -143,7 +146,9 @@ async def open_runner(
     # Isolated environments need worker processes, even if the backend is "local".
     name = "processes" if rollout.backend == "local" and elsewhere else rollout.backend
     backend = find_backend(name, RUNNERS, what=rollout.what)
-    inputs = RunnerInputs(setups=setups, sampler=sampler, renderer=renderer, workers=rollout.workers, logs=logs)
+    inputs = RunnerInputs(
+        setups=setups, sampler=sampler, renderer=renderer, workers=rollout.workers, logs=logs, cluster=cluster
+    )
     async with backend.function(inputs, settings_for(rollout, name, backend)) as runner:
         yield runner
 

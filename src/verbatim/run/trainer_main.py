@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
@@ -33,10 +33,26 @@ if TYPE_CHECKING:
     from verbatim.trainer.worker import TrainerWorker
 
 
+class RunPaths(Protocol):
+    """The paths of a run folder that a trainer uses."""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+
+    @property
+    def weights(self) -> Path:
+        """Where policy versions are published."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+
+
 def open_trainer(
     config: RunConfig,
     environments: Callable[[], Environments],
-    folder: RunFolder,
+    folder: RunPaths,
     console: Console,
     *,
     states: Path,
@@ -108,7 +124,7 @@ def open_trainer(
 def _sources(
     config: RunConfig,
     environments: Callable[[], Environments],
-    folder: RunFolder,
+    folder: RunPaths,
     console: Console,
     checkpoint: Path | None,
     *,

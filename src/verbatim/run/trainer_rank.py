@@ -6,6 +6,7 @@ import logging
 import os
 
 from verbatim.core.children import end_with_parent
+from verbatim.core.ctrl_c import ignore_presses
 from verbatim.core.redaction import WithoutSecrets
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     # This comes after the parent check and the first log record, because it imports torch, which takes seconds.
     from verbatim.run.trainer_ranks import follow_leader
 
+    ignore_presses()  # Ctrl-C reaches all ranks; rank 0 alone handles it, and ends the run in order
     follow_leader()
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.children import end, how_it_ended, open_log, start
-from verbatim.core.ctrl_c import ignore_presses
 from verbatim.core.errors import RunStopped, UsageError
 from verbatim.core.imports import child_environment
 from verbatim.run.logs import last_lines
@@ -93,7 +92,9 @@ def num_processes(config: RunConfig, *, may_be_launched: bool) -> int:
 
 
 @contextlib.contextmanager
-def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) -> Iterator[Ranks | None]:
+def open_ranks(
+    config: RunConfig, logs: Path, *, may_be_launched: bool = False, root: Path | None = None
+) -> Iterator[Ranks | None]:
     """Open the ranks, seen from rank 0, while the block runs. Yields None if this process trains alone.
 
     Args:
@@ -101,6 +102,7 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
         logs: The folder for the ranks' logs.
         may_be_launched: True if a launcher may have started this process as one of several ranks. False for the trainer
             of `verbatim rl`, which may inherit a launcher's environment variables from its parent.
+        root: As for `Ranks`.
 
     Raises:
         UsageError: as for `num_processes`.
@@ -111,7 +113,7 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
         yield None
         return
     if may_be_launched and is_launched():
-        with _leading(config, *_rendezvous()) as ranks:
+        with _leading(config, *_rendezvous(), root=root) as ranks:
             yield ranks
         return
     others = _Others(size, logs)
@@ -125,7 +127,15 @@ def open_ranks(config: RunConfig, logs: Path, *, may_be_launched: bool = False) 
 
 
 @contextlib.contextmanager
-def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None) -> Iterator[Ranks]:
+def _leading(
+    config: RunConfig,
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    others: _Others | None = None,
+    root: Path | None = None,
+) -> Iterator[Ranks]:
     """Lead the other ranks while the block runs. If the block fails, they are notified, and end."""
     from verbatim.trainer.parallel.failures import Failures
 
@@ -138,7 +148,7 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
             _end_for(failure, seen)
 
     try:
-        with _connected(config, store, 0, size, others=others) as ranks:
+        with _connected(config, store, 0, size, others=others, root=root) as ranks:
             with failures.watched(end, patience=_PATIENCE):
                 yield ranks
             ranks.end()
@@ -151,7 +161,13 @@ def _leading(config: RunConfig, store: Any, rank: int, size: int, *, others: _Ot
 
 @contextlib.contextmanager
 def _connected(
-    config: RunConfig, store: Any, rank: int, size: int, *, others: _Others | None = None
+    config: RunConfig,
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    others: _Others | None = None,
+    root: Path | None = None,
 ) -> Iterator[Ranks]:
     """Join the process group of all ranks while the block runs."""
     import torch.distributed as dist
@@ -168,6 +184,7 @@ def _connected(
         use_cuda=_use_cuda(config),
         deadline=config.trainer.parallel.deadline,
         ended=others.ended if others is not None else dict,
+        root=root,
     )
     try:
         yield ranks
@@ -176,21 +193,21 @@ def _connected(
             dist.destroy_process_group()
 
 
-def follow_leader() -> None:
-    """Follow rank 0's orders as one of the other ranks, until rank 0 ends. Returns when all work is done.
+def follow_leader(root: Path | None = None) -> None:
+    """Follow rank 0's orders as one of the other ranks, until rank 0 ends. Returns when all work is done. `root` is as
+    for `Ranks`.
 
     Never raises. If this process cannot continue, it tells rank 0 and exits, because the other ranks may be waiting for
     it in a collective.
     """
     from verbatim.trainer.parallel.failures import Failures, is_lost, kind_of
 
-    ignore_presses()  # Ctrl-C reaches all ranks of a launcher; rank 0 alone handles it, and ends the run in order
     store, rank, size = _rendezvous()
     failures = Failures(store, rank, size)
 
     try:
         with failures.watched(_end_for):
-            _follow(store, rank, size)
+            _follow(store, rank, size, root)
     except BaseException as error:
         logger.exception("rank %d ends", rank)
         failures.tell(error)
@@ -200,7 +217,7 @@ def follow_leader() -> None:
         _exit(_STATUS[kind_of(error)])  # there is no cleanup: the other ranks wait as long as this process lives
 
 
-def _follow(store: Any, rank: int, size: int) -> None:
+def _follow(store: Any, rank: int, size: int, root: Path | None) -> None:
     """Get the configuration from rank 0, then follow its orders."""
     import tomllib
 
@@ -221,7 +238,7 @@ def _follow(store: Any, rank: int, size: int) -> None:
         else:
             trainer.obey(order)
 
-    with _connected(config, store, rank, size) as ranks:
+    with _connected(config, store, rank, size, root=root) as ranks:
         ranks.follow(obey)
 
 

@@ -52,6 +52,7 @@ from verbatim.run.run_log import ALARMS, RunLog
 from verbatim.run.weight_transfer import refuse_unreachable
 
 if TYPE_CHECKING:
+    from verbatim.run.cluster.cluster_run import ClusterRun
     from verbatim.run.trainer_process import TrainerSide
 
 RunLoop = Callable[[Coroutine[Any, Any, bool], Ask, str], bool]
@@ -96,6 +97,7 @@ class TrainingRun:
     """Asks the loop to end. None if the loop is not running yet."""
     _starting: Future[Sampler] | None = field(default=None, init=False)
     """The sampler that is being started while the trainer prepares."""
+    _cluster: ClusterRun | None = field(default=None, init=False)
     _store: CheckpointStore = field(init=False)
     _log: RunLog = field(init=False)
 
@@ -110,14 +112,21 @@ class TrainingRun:
         self._store = CheckpointStore(
             folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, held=self.uploads.held
         )
+        cluster = config.cluster
+        if cluster is not None:
+            from verbatim.run.cluster.cluster_run import ClusterRun
+
+            self._cluster = ClusterRun(config, folder.path)
         if trainer_elsewhere:
             place = places.trainer_elsewhere(config, folder, self.console)
+        elif self._cluster is not None and cluster is not None and cluster.places("trainer"):
+            place = self._cluster.trainer(self.console)
         elif config.trainer.separate_process:
             place = places.trainer_child(config, folder, self.console, self._start_sampler)
         else:
             place = places.trainer_inside(config, self.environments, folder, self.console)
         try:
-            with place as side:
+            with self._cluster.reserved() if self._cluster is not None else contextlib.nullcontext(), place as side:
                 self.finished = run_loop(self._orchestrate(side), self._ask_to_end, how_to_go_on)
         finally:
             if self._starting is not None:  # the run failed before it took over the sampler
@@ -131,7 +140,7 @@ class TrainingRun:
         from verbatim.run.make_trainer import while_both_start
 
         settings = inference_settings(self.config)
-        is_here = isinstance(settings, TorchSettings) and not settings.urls and not settings.shares_device
+        is_here = isinstance(settings, TorchSettings) and not settings.urls and not self._samples_on_cluster
         weights = named_weights(self.config)
         # Resumed weights come from a checkpoint, and servers or a shared device cannot load alongside the trainer.
         if not is_here or weights is None or self._store.steps():
@@ -148,12 +157,18 @@ class TrainingRun:
 
         threading.Thread(target=start, name="verbatim-starting", daemon=True).start()
 
+    @property
+    def _samples_on_cluster(self) -> bool:
+        return self.config.cluster is not None and self.config.cluster.places("sampler")
+
     async def _make_sampler(
         self, weights: str, version: int, cores: CoreShare | None, sender: SendingTrainer | None = None
     ) -> Sampler:
         """Make the run's sampler."""
         from verbatim.run.make_trainer import threads_of
 
+        if self._cluster is not None and self._samples_on_cluster:
+            return await self._cluster.sampler(weights, version, sender)
         return await make_sampler(
             self.config,
             weights,
@@ -267,6 +282,7 @@ class TrainingRun:
                 renderer,
                 chat_teacher.api if chat_teacher is not None else None,
                 self.folder.path / "logs" / "environments",
+                config.cluster,
             )
         )
         # One limit for both purposes, since training and evaluation share the sampler.

@@ -345,7 +345,7 @@ class Trainer:
     def save_weights(self, folder: Path) -> None:
         """Write the trained weights, and the tokenizer if there is one: the master weights as a folder that
         `from_pretrained` loads, or the adapters as a folder that `peft` loads."""
-        with together(self.ranks, "save_weights", folder=str(folder.resolve())):
+        with together(self.ranks, "save_weights", folder=folder.resolve()):
             self._save_weights(folder)
 
     def _save_weights(self, folder: Path) -> None:
@@ -374,7 +374,7 @@ class Trainer:
             UsageError: as for `Adapters.load`; the adapters are then unchanged.
         """
         assert self.adapters is not None
-        with together(self.ranks, "load_adapters", folder=str(folder.resolve())):
+        with together(self.ranks, "load_adapters", folder=folder.resolve()):
             self._on_all(partial(self.adapters.load, folder))
 
     def _on_all(self, do: Callable[[], None]) -> None:
@@ -387,7 +387,7 @@ class Trainer:
     def save_state(self, folder: Path) -> None:
         """Write optimizer and schedule state. With `save_weights`, a resumed run continues bit for bit."""
         folder.mkdir(parents=True, exist_ok=True)
-        with together(self.ranks, "save_state", folder=str(folder.resolve())):
+        with together(self.ranks, "save_state", folder=folder.resolve()):
             self._save_state(folder)
 
     def _save_state(self, folder: Path) -> None:
@@ -411,7 +411,7 @@ class Trainer:
         Raises:
             CheckpointError: the state is missing or damaged, or belongs to another model or a longer run.
         """
-        with together(self.ranks, "load_state", folder=str(folder.resolve()), left=left):
+        with together(self.ranks, "load_state", folder=folder.resolve(), left=left):
             self._on_all(partial(self._read_state, folder, left))
 
     def _read_state(self, folder: Path, left: int | None) -> None:

@@ -5,6 +5,7 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.sampler import Sampler
 
 if TYPE_CHECKING:
+    from verbatim.inference.http.replica import HttpReplica
+    from verbatim.inference.http.uploads import Deliver
     from verbatim.inference.pool.servers import FoundServers
 
 
@@ -45,8 +48,21 @@ async def torch_backend(inputs: BackendInputs, settings: TorchSettings) -> Sampl
 
 def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServers:
     """The servers in `urls`."""
-    from verbatim.inference.http.replica import HttpReplica
     from verbatim.inference.pool.servers import FoundServers
+
+    return FoundServers(
+        settings.urls,
+        connector(inputs, settings, api_key=settings.api_key),
+        weights=(Path(inputs.model), inputs.policy_version),
+        patience=settings.start_timeout,
+        setting="inference.torch.start_timeout",
+    )
+
+
+def connector(inputs: BackendInputs, settings: TorchSettings, *, api_key: str | None) -> Callable[..., HttpReplica]:
+    """A function that makes a replica from (1) the root URL of one of our servers, (2) the replica's name, (3) its
+    policy version, and (4) what brings folders to the server's host, if anything does."""
+    from verbatim.inference.http.replica import HttpReplica
     from verbatim.models.sizes import vocab_size_of
 
     vocab_size = vocab_size_of(inputs.model)
@@ -55,7 +71,7 @@ def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServer
     if inputs.return_routed_experts:
         how["return_routed_experts"] = "true"
 
-    def connect(url: str, name: str, version: int) -> HttpReplica:
+    def connect(url: str, name: str, version: int, deliver: Deliver | None = None) -> HttpReplica:
         return HttpReplica(
             url,
             name=name,
@@ -63,15 +79,10 @@ def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServer
             vocab_size=vocab_size,
             policy_version=version,
             how=how,
-            api_key=settings.api_key,
+            api_key=api_key,
             weight_transfer="http" if settings.weight_transfer == "http" else "files",
             update_timeout=settings.update_timeout,
+            deliver=deliver,
         )
 
-    return FoundServers(
-        settings.urls,
-        connect,
-        weights=(Path(inputs.model), inputs.policy_version),
-        patience=settings.start_timeout,
-        setting="inference.torch.start_timeout",
-    )
+    return connect

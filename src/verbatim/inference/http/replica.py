@@ -15,7 +15,7 @@ from verbatim.core.types import Float32, Int32
 from verbatim.inference.http import protocol
 from verbatim.inference.http.client import CONNECT, HttpClient, HttpResponse, encode
 from verbatim.inference.http.sampler import STARTED_AGAIN, HttpSampler, read_answer
-from verbatim.inference.http.uploads import path_there
+from verbatim.inference.http.uploads import Deliver, path_there
 from verbatim.inference.pool.phases import phase
 from verbatim.inference.pool.replica import ReplicaLoad
 from verbatim.inference.sampler import Completion, SampleRequest
@@ -108,6 +108,7 @@ class HttpReplica(ServedReplica):
         update_timeout: Timeout in seconds for each phase of a weight update.
         request_timeout: Timeout in seconds for one completion.
         max_retries: Maximum number of further attempts for a completion after the first fails.
+        deliver: Brings folders to the server's host in place of `weight_transfer`.
 
     Raises:
         UsageError: the address is not http or https, or a limit or the key is invalid.
@@ -131,6 +132,7 @@ class HttpReplica(ServedReplica):
         update_timeout: float = 300.0,
         request_timeout: float = 3600.0,
         max_retries: int = 2,
+        deliver: Deliver | None = None,
     ) -> None:
         self._http = HttpSampler(
             url,
@@ -153,6 +155,7 @@ class HttpReplica(ServedReplica):
         self._first_version = policy_version
         self._how = how
         self._weight_transfer = weight_transfer
+        self._deliver = deliver
         self._update_timeout = update_timeout
         self._sessions = uuid.uuid4().hex  # prefix of session names, because a different run may use the same server
 
@@ -184,7 +187,9 @@ class HttpReplica(ServedReplica):
         """
         check_version(version)
         async with phase(self.name, "upload weights", self._update_timeout):
-            there = await path_there(self._client, path, version, shares_folders=self._weight_transfer == "files")
+            there = await path_there(
+                self._client, path, version, shares_folders=self._weight_transfer == "files", deliver=self._deliver
+            )
         answer = await self._ask("load weights", "POST", protocol.WEIGHTS, {"path": there, "version": version})
         self._refuse_another_server(answer)
         if answer.get("policy_version") != version:

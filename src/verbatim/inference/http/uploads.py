@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ _ATTEMPTS = 3
 """Maximum number of attempts to upload a file if its checksum is wrong on arrival."""
 
 
-async def path_there(client: HttpClient, folder: Path, version: int, *, shares_folders: bool) -> str:
+Deliver = Callable[[Path], Awaitable[str]]
+"""A function that brings a published folder to a server's host, and returns the folder's path there. It raises
+SamplerFault if that fails."""
+
+
+async def path_there(
+    client: HttpClient, folder: Path, version: int, *, shares_folders: bool, deliver: Deliver | None = None
+) -> str:
     """The path of a published folder on the server's host. A copy is uploaded first if the host does not have the
     folder.
 
@@ -30,10 +37,13 @@ async def path_there(client: HttpClient, folder: Path, version: int, *, shares_f
         folder: The published folder.
         version: Policy version of its weights.
         shares_folders: True if the server's host has the folder at the same path.
+        deliver: Brings the folder there in place of an upload.
 
     Raises:
-        SamplerFault: see `upload`.
+        SamplerFault: see `upload` and `Deliver`.
     """
+    if deliver is not None:
+        return await deliver(folder)
     if shares_folders:
         return str(await asyncio.to_thread(folder.absolute))
     return await upload(client, folder, await asyncio.to_thread(digests_of, folder), version)

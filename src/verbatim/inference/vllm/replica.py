@@ -18,7 +18,7 @@ from verbatim.core.types import Int32
 from verbatim.inference.http.client import CONNECT
 from verbatim.inference.http.replica import ServedReplica
 from verbatim.inference.http.sampler import HttpSampler
-from verbatim.inference.http.uploads import path_there
+from verbatim.inference.http.uploads import Deliver, path_there
 from verbatim.inference.pool.replica import ReplicaLoad
 from verbatim.inference.sampler import Completion, SampleRequest
 from verbatim.inference.validation import check_ids, check_prompt, check_version
@@ -82,6 +82,7 @@ class VllmReplica(ServedReplica):
         adapter_rank: Rank of the LoRA adapters that updates bring; None if updates bring full weights.
         return_routed_experts: True if completions must report which experts computed each token.
         return_kept_sets: True if completions must report the kept set of each token.
+        deliver: Brings folders to the server's host in place of `weight_transfer`.
 
     Raises:
         UsageError: the URL is not a plain http(s) address, or a timeout or the key is invalid.
@@ -106,7 +107,9 @@ class VllmReplica(ServedReplica):
         adapter_rank: int | None = None,
         return_routed_experts: bool = False,
         return_kept_sets: bool = False,
+        deliver: Deliver | None = None,
     ) -> None:
+        self._deliver = deliver
         self._connect = partial(
             HttpSampler,
             url,
@@ -275,7 +278,7 @@ class VllmReplica(ServedReplica):
     async def _there(self, path: Path, version: int) -> str:
         """Path of a published folder on the server's host. With "http", the folder is uploaded first."""
         shares_folders = self._weight_transfer != "http"
-        return await path_there(self._client, path, version, shares_folders=shares_folders)
+        return await path_there(self._client, path, version, shares_folders=shares_folders, deliver=self._deliver)
 
     async def sleep(self) -> None:
         """Release the device's memory: weights and KV cache. The next `update_weights` takes it back and loads weights.

@@ -38,22 +38,8 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
         settings.check_for(context_length=inputs.context_length, adapter_rank=inputs.adapter_rank)
     except UsageError as error:
         raise UsageError(f"inference.vllm.{error}") from error
-    context_length = settings.max_model_len or inputs.context_length
-    broadcast = None
-    if inputs.sender is not None and settings.broadcast is not None:
-        broadcast = WeightBroadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
-    make = partial(
-        VllmReplica,
-        context_length=context_length,
-        vocab_size=vocab_size_of(base_model(inputs.model)),
-        adapter_rank=inputs.adapter_rank,
-        on_weight_update=inputs.on_weight_update,
-        return_routed_experts=inputs.return_routed_experts,
-        return_kept_sets=inputs.return_kept_sets,
-        weight_transfer=settings.weight_transfer,
-        phase_timeout=settings.update_timeout,
-        broadcast=broadcast,
-    )
+    broadcast = make_broadcast(inputs, settings)
+    make = replica_maker(inputs, settings, broadcast)
     if not settings.urls:
         return StartedServers(inputs, settings, make, broadcast)
     return FoundServers(
@@ -63,6 +49,31 @@ def vllm_servers(inputs: BackendInputs, settings: VllmSettings) -> Servers:
         patience=settings.start_timeout,
         setting="inference.vllm.start_timeout",
         rendezvous=broadcast,
+    )
+
+
+def make_broadcast(inputs: BackendInputs, settings: VllmSettings) -> WeightBroadcast | None:
+    """The broadcast of weights to all servers; None if the servers load folders."""
+    if inputs.sender is None or settings.broadcast is None:
+        return None
+    return WeightBroadcast(inputs.sender, kind=settings.broadcast.kind, update_timeout=settings.update_timeout)
+
+
+def replica_maker(
+    inputs: BackendInputs, settings: VllmSettings, broadcast: WeightBroadcast | None
+) -> partial[VllmReplica]:
+    """`VllmReplica` with the arguments that all replicas of a run share."""
+    return partial(
+        VllmReplica,
+        context_length=settings.max_model_len or inputs.context_length,
+        vocab_size=vocab_size_of(base_model(inputs.model)),
+        adapter_rank=inputs.adapter_rank,
+        on_weight_update=inputs.on_weight_update,
+        return_routed_experts=inputs.return_routed_experts,
+        return_kept_sets=inputs.return_kept_sets,
+        weight_transfer=settings.weight_transfer,
+        phase_timeout=settings.update_timeout,
+        broadcast=broadcast,
     )
 
 

@@ -8,12 +8,10 @@ import math
 import os
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from verbatim.config import BackendSettings
-from verbatim.config.sections import NonNegativeFloat
+from verbatim.config.cluster import ClusterConfig
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.core.imports import refuse_without
 from verbatim.core.texts import error_text
@@ -30,17 +28,8 @@ from verbatim.rollouts.workers.worker import CannotBeSent, WorkerContext, Worker
 
 
 class RaySettings(BackendSettings):
-    """[orchestrator.rollout.ray]: runs episodes in Ray actors, on any number of hosts."""
-
-    cpus_per_worker: NonNegativeFloat = 1.0
-    """Number of CPUs that an actor reserves on its host."""
-    address: str | None = None
-    """The Ray cluster: "auto" for the cluster that this machine belongs to, or an address such as "10.0.0.1:6379". By
-    default a cluster is started on this machine, and stopped at the end."""
-    host: str = "127.0.0.1"
-    """This machine's address as the actors' hosts see it. The sampler is served at this address."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port at which the sampler is served; 0 picks a free port."""
+    """[orchestrator.rollout.ray] has no keys: [cluster] describes the cluster. Without that table, Ray is started on
+    this machine."""
 
     def check(self) -> None:
         """Check that Ray is installed."""
@@ -55,14 +44,18 @@ async def ray_runner(
     """Context manager for an `EpisodeRunner` on Ray actors. The sampler stays in this process, and the actors reach it
     over HTTP. Raises UsageError if Ray or the actors cannot be started; the message says why."""
     counted, key, context = CountingSampler(inputs.sampler), secrets.token_urlsafe(24), WorkerContext.current()
-    cpus = settings.cpus_per_worker
-    with ray_running(settings.address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
+    cluster = inputs.cluster or ClusterConfig(address="local", host="127.0.0.1")
+    cpus, gpus = cluster.worker.cpus, cluster.worker.gpus or 0.0
+    address = None if cluster.address == "local" else cluster.address
+    with ray_running(address, num_cpus=max(1, math.ceil(inputs.workers * cpus))) as ray:
         plan = packed_plan(inputs.setups, inputs.renderer, ray.cloudpickle.dumps)
-        async with serve_sampler(counted, host=settings.host, port=settings.port, api_key=key) as server:
+        host = cluster.host or ray.util.get_node_ip_address()
+        async with serve_sampler(counted, host=host, port=cluster.port, api_key=key) as server:
 
             def make(alone: bool) -> RayWorker:
-                # A worker for a single episode reserves no CPU, because the other workers have reserved all of them.
-                return RayWorker(ray, 0.0 if alone else cpus, context, plan, server.url, key)
+                # A worker for a single episode reserves nothing, because the other workers hold all of it.
+                resources = (0.0, 0.0) if alone else (cpus, gpus)
+                return RayWorker(ray, *resources, context, plan, server.url, key)
 
             pool = WorkerPool(make, counted, workers=inputs.workers, what="Ray actor")
             try:
@@ -95,14 +88,18 @@ class EpisodeActor:
 
 
 class RayWorker:
-    """A `Worker` whose episodes run in an `EpisodeActor`. The actor is created with the arguments `given`, and reserves
-    `cpus` CPUs."""
+    """A `Worker` on an `EpisodeActor`, which is created with the `given` arguments and reserves these CPUs and GPUs."""
 
-    def __init__(self, ray: Any, cpus: float, *given: Any) -> None:
+    def __init__(self, ray: Any, cpus: float, gpus: float, *given: Any) -> None:
         self._ray, self._given = ray, given
-        # In effect there is no limit. Ray's default would limit the actor's concurrent calls, but `max_concurrent` of
-        # the orchestrator already limits the episodes.
-        self._options = {"num_cpus": cpus, "scheduling_strategy": "SPREAD", "max_concurrency": 100_000}
+        # Effectively unlimited: Ray's default limits an actor's concurrent calls, but `max_concurrent` of the
+        # orchestrator already limits the episodes.
+        self._options = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "scheduling_strategy": "SPREAD",
+            "max_concurrency": 100_000,
+        }
         self.handle: Any = None
         """Ray's handle of the actor; None until the actor is started."""
         errors = ray.exceptions
@@ -161,11 +158,11 @@ class RayWorker:
             free = self._ray.available_resources().get("CPU", 0.0)
             return UsageError(
                 f"a Ray actor did not start within {worker.START_TIMEOUT:.0f} s; {free:g} CPUs are free. Lower "
-                "orchestrator.rollout.workers or orchestrator.rollout.ray.cpus_per_worker, or add hosts"
+                "orchestrator.rollout.workers or cluster.worker.cpus, or add nodes"
             )
         if isinstance(cause, SamplerFault):
             return UsageError(
-                f"a Ray actor cannot reach the sampler ({cause}); set orchestrator.rollout.ray.host to "
+                f"a Ray actor cannot reach the sampler ({cause}); set cluster.host to "
                 "this machine's address as seen from the actors' hosts"
             )
         if isinstance(cause, UsageError):

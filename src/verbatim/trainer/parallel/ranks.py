@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class Ranks:
         use_cuda: True if the parameters are on CUDA devices.
         deadline: Rank timeout in seconds; on expiry the run stops and names the slow rank.
         ended: Returns the ranks whose processes are known to have ended, and how, for example "was ended by SIGKILL".
+        root: The run's folder on this rank's host. Orders name folders in it relative to it, because other hosts may
+            have the run's folder under another path. None if all ranks see the same paths.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Ranks:
         use_cuda: bool = False,
         deadline: float = 600.0,
         ended: Callable[[], Mapping[int, str]] = dict,
+        root: Path | None = None,
     ) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
+        self._root = root
         self._store, self._ended, self.deadline = store, ended, deadline
         self._orders = 0
         self._in_step = False
@@ -93,7 +98,7 @@ class Ranks:
 
         Args:
             do: The name of the order, which the other ranks get from `next_order`.
-            what: The arguments of the order, plain JSON values.
+            what: The arguments of the order: paths, and plain JSON values.
 
         Raises:
             RunStopped: another rank failed, is gone, or keeps the others waiting; the message names that rank. The
@@ -103,7 +108,8 @@ class Ranks:
         if self._broken is not None:
             raise RunStopped(f"the trainer's processes have ended: {self._broken}")
         self._orders += 1
-        self._store.set(f"order/{self._orders}", json.dumps({"do": do, **what}))
+        arguments = {name: _relative(value, self._root) for name, value in what.items()}
+        self._store.set(f"order/{self._orders}", json.dumps({"do": do, **arguments}))
         try:
             yield
         except BaseException as error:
@@ -124,7 +130,7 @@ class Ranks:
         self._store.wait([key], NO_DEADLINE)
         order: dict[str, Any] = json.loads(self._store.get(key))
         self._in_step = False
-        return order
+        return {name: _absolute(value, self._root) for name, value in order.items()}
 
     def follow(self, obey: Callable[[dict[str, Any]], None]) -> None:
         """On ranks other than 0: execute the orders of rank 0 until it sends "end"."""
@@ -249,6 +255,23 @@ class Ranks:
 def together(ranks: Ranks | None, do: str, **what: Any) -> contextlib.AbstractContextManager[None]:
     """Same as `Ranks.lead` if there are several processes; otherwise a context manager that does nothing."""
     return contextlib.nullcontext() if ranks is None else ranks.lead(do, **what)
+
+
+def _relative(value: Any, root: Path | None) -> Any:
+    """A path as JSON: `{"path": "weights/v000012"}` below the root, a string elsewhere. Other values are unchanged."""
+    if not isinstance(value, Path):
+        return value
+    if root is not None and value.is_relative_to(root):
+        return {"path": value.relative_to(root).as_posix()}
+    return str(value)
+
+
+def _absolute(value: Any, root: Path | None) -> Any:
+    """The inverse of `_relative` with this rank's root; a path is returned as a string."""
+    if isinstance(value, dict) and value.keys() == {"path"}:
+        assert root is not None, "an order names a folder below the root of rank 0, but this rank has no root"
+        return str(root / value["path"])
+    return value
 
 
 def _as_tensor(array: np.ndarray) -> Tensor:

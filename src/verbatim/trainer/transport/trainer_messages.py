@@ -44,6 +44,7 @@ from verbatim.trainer.transport.trainer_link import StepReport, TrainerReady
 _OF_TOKENS = ("logprobs", "gradients")
 """Fields of `TrainedTokens`, float32. Answers contain their bytes in base64."""
 _TYPES = {"bool": "BOOL", "uint8": "U8", "uint16": "U16", "int32": "I32", "int64": "I64", "float32": "F32"}
+_NUMPY = {name: np.dtype(dtype) for dtype, name in _TYPES.items()}
 _ALIGNED = 8
 """Alignment of the tensor data in bytes; the header is padded with spaces."""
 IN_RUN = "in_run"
@@ -96,9 +97,32 @@ def read_message(path: Path) -> TrainerMessage:
         with safe_open(path, framework="numpy") as file:
             head = json.loads(file.metadata()["message"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-        samples = samples_from_tensors(tensors, head)
+        return _message(head, tensors)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunStopped(f"the message in {path} is damaged ({error}); resume the run") from error
+
+
+def read_message_bytes(content: memoryview) -> TrainerMessage:
+    """Read a message from the bytes of its `message_parts`. Tensors are views of `content`, not copies.
+
+    Raises:
+        RunStopped: the message is damaged.
+    """
+    try:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(bytes(content[8 : 8 + length]))
+        head, body = json.loads(header.pop("__metadata__")["message"]), content[8 + length :]
+        tensors = {}
+        for name, about in header.items():
+            start, end = about["data_offsets"]
+            tensors[name] = np.frombuffer(body[start:end], _NUMPY[about["dtype"]]).reshape(about["shape"])
+        return _message(head, tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunStopped(f"a message to the trainer is damaged ({error}); resume the run") from error
+
+
+def _message(head: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> TrainerMessage:
+    samples = samples_from_tensors(tensors, head)
     return TrainerMessage(
         kind=head["kind"],
         version=head["version"],

@@ -1,0 +1,39 @@
+"""Runs trainer and sampler on the nodes of a Ray cluster.
+
+```
+cluster_run.py    what one run has on the cluster; read this first
+placement.py      resources and placement groups, shown and checked before anything starts
+folders.py        folders through the object store
+node_folder.py    the folder of a run on one node
+rank_actor.py     one trainer rank                      (on a node)
+ray_trainer.py    the link to the ranks, and restarts   (in the orchestrator's process)
+replica_actor.py  one server of the sampler             (on a node)
+replicas.py       the servers of the sampler's pool     (in the orchestrator's process)
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from verbatim.config.schema import RunConfig
+from verbatim.rollouts.ray.cluster import ray_running
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig) -> Iterator[list[str]]:
+    """Stay connected to the cluster of a configuration while the block runs. Yields lines that describe the placement;
+    none without [cluster].
+
+    Raises:
+        UsageError: there is no cluster, or it cannot hold the run.
+    """
+    if config.cluster is None:
+        yield []
+        return
+    address = config.cluster.address
+    with ray_running(None if address == "local" else address) as ray:
+        from verbatim.run.cluster.placement import check_cluster
+
+        yield check_cluster(ray, config)

@@ -1,0 +1,467 @@
+"""The orchestrator's side of a trainer whose ranks are Ray actors. Lost ranks are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from rich.console import Console
+
+from verbatim.config.schema import RunConfig
+from verbatim.core.disk import link_or_copy
+from verbatim.core.errors import RunStopped, UsageError, VerbatimError
+from verbatim.core.texts import error_text
+from verbatim.core.types import TrainingSample
+from verbatim.inference.sending import SendOrder, SendReport
+from verbatim.logs.checkpoints import CheckpointStore
+from verbatim.run.cluster.folders import ShippedFolder, write
+from verbatim.run.cluster.placement import Reserved
+from verbatim.run.cluster.rank_actor import FILES, ActorSetup, RankActor
+from verbatim.run.cluster.shipments import Shipments
+from verbatim.trainer.transport import StepReport, TrainerReady, WeightFolders
+from verbatim.trainer.transport.trainer_messages import (
+    TrainerMessage,
+    message_parts,
+    ready_from_json,
+    report_from_json,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_SAID_SECONDS = 0.5
+"""Seconds between two questions for what rank 0 printed."""
+_PREPARED = ("model", "warm_start")
+"""Folders that rank 0 makes before training: the built model, and the model after its warm start."""
+
+
+class RanksLost(Exception):
+    """Ranks are gone; the message says how."""
+
+
+@dataclass(eq=False)
+class RayRanks:
+    """The actors of all ranks, from their start to their end. Methods block, and are called on threads.
+
+    Args:
+        ray: The package, connected.
+        config: The run's configuration.
+        reserved: The ranks' resources.
+        setup: What each actor gets.
+        shipments: Folders in the object store.
+        folder: The run folder on this machine.
+        console: Where the output of rank 0 is printed while it prepares.
+    """
+
+    ray: Any
+    config: RunConfig
+    reserved: Reserved
+    setup: ActorSetup
+    shipments: Shipments
+    folder: Path
+    console: Console
+    actors: list[Any] = field(default_factory=list)
+    """The handles, by rank."""
+    _nodes: dict[str, Any] = field(default_factory=dict)
+    """One actor of each node, by the node's id."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all nodes have the run folder at this machine's path."""
+        return self.setup.shared is not None
+
+    def start_first(self) -> TrainerReady:
+        """Same as `start`, for the first time.
+
+        Raises:
+            RunStopped: a rank is gone.
+        """
+        try:
+            return self.start()
+        except RanksLost as lost:
+            raise RunStopped(f"the trainer could not start on the cluster: {lost}") from lost
+
+    def start(self) -> TrainerReady:
+        """Start all ranks, and open the trainer with the run's newest checkpoint or its first model.
+
+        Raises:
+            RanksLost: a rank is gone.
+            VerbatimError: the ranks refuse the run.
+        """
+        cluster, size = self.config.cluster, self.config.trainer.parallel.processes
+        assert cluster is not None
+        kind = self.ray.remote(concurrency_groups={FILES: 1})(RankActor)
+        self.actors = [
+            kind.options(**self.reserved.options(rank), max_restarts=0).remote(self.setup) for rank in range(size)
+        ]
+        places = self._all("where", timeout=cluster.start_timeout)
+        self._nodes = {node: actor for actor, (node, _, _) in zip(self.actors, places, strict=True)}
+        if self.is_shared:
+            self._refuse_unshared(places)
+        here = [node for node, _, _ in places]
+        if size > 1:
+            store = self._get(self.actors[0].serve_store.remote())
+            self._wait(
+                [actor.join.remote(store, rank, size, here.count(here[rank])) for rank, actor in enumerate(self.actors)]
+            )
+            for actor in self.actors[1:]:
+                actor.follow.remote()
+            self._get(self.actors[0].lead.remote())
+        return self._open()
+
+    def _open(self) -> TrainerReady:
+        rank_0, first = self.actors[0], [name for name in _PREPARED if (self.folder / name).is_dir()]
+        found = CheckpointStore(self.folder / "checkpoints", read_only=True).latest()
+        for name in first:
+            self._bring_to_ranks(self.folder / name)
+        if found is not None:
+            self._bring_to_ranks(found.folder)
+        if self.config.model.name is None and "model" not in first:
+            self._prepare(rank_0.build, "model")
+        if found is None and self.config.warm_start is not None and "warm_start" not in first:
+            self._prepare(rank_0.prepare, "warm_start")
+        ready = ready_from_json(self._told(rank_0.open.remote(0)), self.folder)
+        if not self.is_shared and Path(ready.weights).is_relative_to(self.folder) and not Path(ready.weights).is_dir():
+            self.fetch(Path(ready.weights))
+        return ready
+
+    def _prepare(self, method: Any, name: str) -> None:
+        """Have rank 0 make a folder, and bring it to this machine and to all ranks."""
+        self._told(method.remote())
+        if not self.is_shared:
+            self.fetch(self.folder / name)
+            self._bring_to_ranks(self.folder / name)
+
+    def fetch(self, path: Path) -> None:
+        """Bring a folder from rank 0's node to its place in the run folder."""
+        shipped = self._get(self._files(self.actors[0].ship).remote(path.relative_to(self.folder).as_posix()))
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(self.ray, shipped, partial, self.folder)
+        partial.rename(path)
+        self.shipments.note(path, shipped)
+
+    def _bring_to_ranks(self, path: Path) -> None:
+        if not self.is_shared:
+            shipped = self.shipments.of(path)
+            self._wait([self._files(actor.bring).remote(shipped) for actor in self._nodes.values()])
+
+    def fetch_state(self, version: int, weights: Path | None) -> Path:
+        """Bring the trainer's part of a checkpoint from the nodes of all ranks into `states/` of the run folder.
+
+        Args:
+            version: The version.
+            weights: The folder of its weights on this machine, which are linked. None to bring them too.
+        """
+        name = f"states/v{version:06d}"
+        folder = self.folder / name
+        if self.is_shared:
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for actor in self._nodes.values():
+            # Each rank leaves its part of the optimizer's state on its node. Weights are on the node of rank 0.
+            leave_out = [] if weights is None and actor is self._first else ["weights"]
+            shipped = self._get(self._files(actor.ship).remote(name, leave_out))
+            write(self.ray, shipped, folder, self.folder)
+        if weights is not None:
+            shutil.copytree(weights, folder / "weights", copy_function=link_or_copy)
+        return folder
+
+    @property
+    def _first(self) -> Any:
+        """The actor that stands for rank 0's node."""
+        return next(iter(self._nodes.values()))
+
+    def call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call rank 0, and return its answer.
+
+        Raises:
+            RanksLost: a rank is gone.
+            RunStopped: the trainer reports an error; or it took longer than the timeout for steps.
+        """
+        answer: dict[str, Any] = self._get(
+            getattr(self.actors[0], method).remote(*arguments), timeout=self.config.orchestrator.stall_timeout
+        )
+        if "error" not in answer:
+            return answer
+        if answer["lost"]:
+            raise RanksLost(answer["error"])
+        raise RunStopped(f"the trainer: {answer['error']}")
+
+    def end(self, *, in_order: bool) -> None:
+        """End all ranks. With `in_order`, rank 0 ends the others, and the nodes' folders are removed."""
+        if in_order and self.actors:
+            with contextlib.suppress(RanksLost, VerbatimError):
+                self._get(self.actors[0].close.remote(), timeout=30.0)
+                self._wait([self._files(actor.leave).remote() for actor in self.actors], timeout=30.0)
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.actors, self._nodes = [], {}
+
+    # ---- calls
+
+    def _files(self, method: Any) -> Any:
+        return method.options(concurrency_group=FILES)
+
+    def _all(self, method: str, timeout: float) -> list[Any]:
+        return self._wait([getattr(actor, method).remote() for actor in self.actors], timeout=timeout)
+
+    def _get(self, reference: Any, timeout: float | None = None) -> Any:
+        return self._wait([reference], timeout=timeout)[0]
+
+    def _wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        errors = self.ray.exceptions
+        try:
+            return list(self.ray.get(list(references), timeout=timeout))
+        except errors.GetTimeoutError:
+            raise RunStopped(
+                f"the trainer's ranks on the cluster did not answer within {timeout:g} s "
+                "(cluster.start_timeout, or orchestrator.stall_timeout for a step)"
+            ) from None
+        except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
+            raise RanksLost(error_text(error, 300).partition(" The actor")[0]) from error
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, VerbatimError):
+                raise error.cause from None
+            raise
+
+    def _told(self, reference: Any) -> Any:
+        """Wait for rank 0, and print what it prints meanwhile."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while True:
+                ended = over.wait(_SAID_SECONDS)
+                with contextlib.suppress(Exception):  # the wait below reports why rank 0 does not answer
+                    for line in self.ray.get(self._files(self.actors[0].said).remote(), timeout=10):
+                        self.console.print(line, soft_wrap=True)
+                if ended:
+                    return
+
+        telling = threading.Thread(target=tell, name="output of rank 0", daemon=True)
+        telling.start()
+        try:
+            return self._get(reference)
+        finally:
+            over.set()
+            telling.join()
+
+    def _refuse_unshared(self, places: Sequence[tuple[str, str, int]]) -> None:
+        seen = self._wait([actor.sees.remote("config.toml") for actor in self.actors])
+        for (_, address, _), sees in zip(places, seen, strict=True):
+            if not sees:
+                raise UsageError(
+                    f'cluster.transfer = "folder", but node {address} has no {self.folder / "config.toml"}; share the '
+                    'run folder with all nodes at this path, or set cluster.transfer = "object_store"'
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """A batch in the object store."""
+
+    version: int
+    content: Any
+    """Reference to the bytes of its message."""
+    checkpoint: bool
+
+
+class RayTrainer:
+    """A `TrainerLink` to ranks on a Ray cluster.
+
+    Batches are kept in the object store until a checkpoint covers them. If a rank is lost, all ranks restart from the
+    newest checkpoint, train again on the kept batches in order, and then on the batch that was interrupted. The ledger
+    counts a batch once, because only its last report reaches the orchestrator.
+
+    Args:
+        ranks: The ranks, started.
+        ready: Their state.
+        keep: Number of newest versions of the weights to keep in the run folder.
+    """
+
+    def __init__(self, ranks: RayRanks, ready: TrainerReady, *, keep: int) -> None:
+        assert ranks.config.cluster is not None
+        self._ranks = ranks
+        self._left = ranks.config.cluster.max_trainer_restarts
+        self._restarts = 0
+        self._kept: dict[int, _Batch] = {}
+        self._digests: dict[int, str] = {}
+        self._folder = ranks.folder
+        self._weights = WeightFolders(ranks.folder / "weights", keep=keep)
+        self._turn = asyncio.Lock()
+        self._version = ready.version
+
+    async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
+        """Same as `TrainerLink.train`."""
+        async with self._turn:  # first come, first served
+            message = TrainerMessage(kind="train", version=version, samples=tuple(samples), checkpoint=checkpoint)
+            return await _to_its_end(self._train, message)
+
+    def _train(self, message: TrainerMessage) -> StepReport:
+        content = self._ranks.ray.put(_joined(message))
+        batch = _Batch(version=message.version, content=content, checkpoint=message.checkpoint)
+        self._forget_covered()
+        self._kept[batch.version] = batch
+        replayed = 0
+        while True:
+            try:
+                answer = self._ranks.call("train", batch.content)
+                report = self._take(answer, batch)
+                break
+            except RanksLost as lost:
+                replayed += self._restart(lost, batch.version)
+        self._version = batch.version
+        more = {"trainer/restarts": float(self._restarts), "trainer/replayed_batches": float(replayed)}
+        return replace(report, metrics={**report.metrics, **more})
+
+    def _take(self, answer: dict[str, Any], batch: _Batch) -> StepReport:
+        """Bring the new weights, and the state of a checkpoint, into the run folder."""
+        report, shipped = report_from_json(answer["result"], self._folder), answer["weights"]
+        if shipped is not None:
+            self._publish(batch.version, shipped)
+        if batch.checkpoint:
+            weights = report.weights if shipped is not None else None
+            report = replace(report, state=self._ranks.fetch_state(batch.version, weights))
+        return report
+
+    def _publish(self, version: int, shipped: ShippedFolder) -> None:
+        folder, ranks = self._folder, self._ranks
+        try:
+            path = self._weights.publish(version, lambda partial: write(ranks.ray, shipped, partial, folder))
+        except ranks.ray.exceptions.ObjectLostError as error:
+            raise RanksLost(error_text(error, 300)) from error
+        ranks.shipments.note(path, shipped)
+        self._digests[version] = shipped.digest
+
+    def _restart(self, lost: RanksLost, version: int) -> int:
+        """Start all ranks again, and train them on the kept batches before this version; return their number.
+
+        Raises:
+            RunStopped: too many restarts.
+        """
+        while True:
+            if self._left == 0:
+                raise RunStopped(
+                    f"the trainer lost ranks ({lost}), after {self._restarts} restarts (cluster.max_trainer_restarts)"
+                )
+            if self._ranks.config.inference.backend == "vllm" and self._sends:
+                raise RunStopped(f"the trainer lost ranks ({lost}), and with them the weight broadcast; resume the run")
+            self._left -= 1
+            self._restarts += 1
+            logger.warning("the trainer lost ranks (%s); restart %d", lost, self._restarts)
+            began = time.monotonic()
+            self._ranks.end(in_order=False)
+            try:
+                ready = self._ranks.start()
+                again = [self._kept[number] for number in range(ready.version + 1, version)]
+                for batch in again:
+                    self._replay(batch)
+            except RanksLost as again_lost:
+                lost = again_lost
+                continue
+            logger.warning(
+                "the trainer is back after %.0f s, with version %d and %d batches trained again",
+                time.monotonic() - began,
+                ready.version,
+                len(again),
+            )
+            return len(again)
+
+    @property
+    def _sends(self) -> bool:
+        from verbatim.run.rollouts import inference_settings
+
+        return inference_settings(self._ranks.config).broadcast is not None
+
+    def _replay(self, batch: _Batch) -> None:
+        """Train again on a batch whose report was delivered. If the weights differ from those that were published, the
+        new ones are published in their place; the samplers load the version after them next."""
+        answer = self._ranks.call("train", batch.content)
+        shipped = answer["weights"]
+        if shipped is None or self._digests.get(batch.version) in (None, shipped.digest):
+            return
+        logger.warning(
+            "training again on batch %d gave other weights than before; version %d is published again",
+            batch.version - 1,
+            batch.version,
+        )
+        self._publish(batch.version, shipped)
+
+    def _forget_covered(self) -> None:
+        """Drop the batches that the newest checkpoint covers."""
+        found = CheckpointStore(self._folder / "checkpoints", read_only=True).latest()
+        covered = found.step if found is not None else 0
+        for version in [version for version in self._kept if version <= covered]:
+            del self._kept[version]
+            self._digests.pop(version, None)
+
+    async def save(self, folder: Path, version: int) -> None:
+        """Same as `TrainerLink.save`."""
+        async with self._turn:
+            await _to_its_end(self._save, folder, version)
+
+    def _save(self, folder: Path, version: int) -> None:
+        while True:
+            try:
+                self._ranks.call("save", version)
+                state = self._ranks.fetch_state(version, None)
+                break
+            except RanksLost as lost:
+                self._restart(lost, version + 1)
+        for part in state.iterdir():
+            part.rename(folder / part.name)
+        state.rmdir()
+
+    async def send(self, order: SendOrder) -> SendReport:
+        """Same as `TrainerLink.send`."""
+        async with self._turn:
+            return await _to_its_end(self._send, order)
+
+    def _send(self, order: SendOrder) -> SendReport:
+        try:
+            return SendReport(**self._ranks.call("send", order)["result"])
+        except RanksLost as lost:
+            raise RunStopped(f"the trainer lost ranks ({lost}) while it sent weights; resume the run") from lost
+
+    async def watch(self) -> None:
+        """Never returns: the next call notices lost ranks, and replaces them."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """End the ranks, after a request that is still being executed."""
+        async with self._turn:
+            await asyncio.to_thread(self._ranks.end, in_order=True)
+
+
+async def _to_its_end(work: Callable[..., T], *arguments: Any) -> T:
+    """Run blocking work on a thread. If the caller is cancelled, the work still ends before this returns, so that the
+    next request does not overtake it."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        raise
+
+
+def _joined(message: TrainerMessage) -> Any:
+    """The bytes of a message: uint8 [N]."""
+    parts = list(message_parts(message))
+    joined = np.empty(sum(part.nbytes for part in parts), np.uint8)
+    end = 0
+    for part in parts:
+        start, end = end, end + part.nbytes
+        joined[start:end] = np.frombuffer(part, np.uint8)
+    return joined

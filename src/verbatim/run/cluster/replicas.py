@@ -1,0 +1,151 @@
+"""The servers of a sampler's pool whose processes are Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verbatim.config.schema import RunConfig
+from verbatim.core.errors import SamplerFault, VerbatimError
+from verbatim.core.texts import error_text
+from verbatim.inference.backends import BackendInputs
+from verbatim.inference.embedded.settings import TorchSettings
+from verbatim.inference.http.uploads import Deliver
+from verbatim.inference.pool.replica import Rendezvous
+from verbatim.inference.pool.servers import ServerReplica
+from verbatim.run.cluster.placement import Reserved
+from verbatim.run.cluster.rank_actor import ActorSetup
+from verbatim.run.cluster.replica_actor import ReplicaActor
+from verbatim.run.cluster.shipments import Shipments
+from verbatim.run.rollouts import inference_settings
+
+_CLOSE_SECONDS = 30.0
+"""Seconds for a server to end by itself."""
+
+Connect = Callable[[str, str, int, Deliver | None], ServerReplica]
+
+
+class RayServers:
+    """The `Servers` of a pool, on the nodes of a Ray cluster. A server that is lost starts again, on another node if
+    its own is gone.
+
+    Args:
+        ray: The package, connected.
+        config: The run's configuration.
+        inputs: The run's inputs to its inference backend.
+        reserved: The replicas' resources.
+        setup: What each actor gets.
+        shipments: Folders in the object store.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        config: RunConfig,
+        inputs: BackendInputs,
+        reserved: Reserved,
+        setup: ActorSetup,
+        shipments: Shipments,
+    ) -> None:
+        assert config.cluster is not None
+        self._ray, self._reserved, self._setup, self._shipments = ray, reserved, setup, shipments
+        self._patience = config.cluster.start_timeout
+        self._key = secrets.token_urlsafe(24)
+        settings = inference_settings(config)
+        self._count = config.cluster.replicas if isinstance(settings, TorchSettings) else settings.planned().count
+        self._connect, self.rendezvous = _connector(inputs, settings, self._key)
+        self._actors: dict[int, Any] = {}
+        self.weights: tuple[Path, int] = (Path(inputs.model), inputs.policy_version)
+        """Folder and policy version of the weights with which a server starts."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def start(self, index: int) -> ServerReplica:
+        """Start a server. An earlier one with this index is ended first.
+
+        Raises:
+            SamplerFault: the server does not start.
+        """
+        await self._end(index)
+        kind = self._ray.remote(ReplicaActor)
+        actor = self._actors[index] = kind.options(**self._reserved.options(index), max_restarts=0).remote(
+            self._setup, index, self._key
+        )
+        path, version = self.weights
+        name = f"replica {index}"
+        try:
+            async with asyncio.timeout(self._patience):
+                model = await self._deliver(actor, path)
+                url = await self._ask(actor.serve.remote(model, version), name)
+        except TimeoutError:
+            await self._end(index)
+            raise SamplerFault(
+                f"{name} did not start on the cluster within {self._patience:g} s (cluster.start_timeout)"
+            ) from None
+        return self._connect(url, f"{name} ({url})", version, lambda folder: self._deliver(actor, folder))
+
+    start_again = start
+
+    async def _deliver(self, actor: Any, path: Path) -> str:
+        """Bring a folder of the run folder to a replica's node; return its path there. Other folders, and hub ids, are
+        expected to be there already."""
+        if self._setup.shared is not None or not path.is_relative_to(self._shipments.root):
+            return str(path)
+        for is_last in (False, True):
+            shipped = await asyncio.to_thread(self._shipments.of, path)
+            try:
+                return str(await self._ask(actor.take.remote(shipped), "a replica"))
+            except self._ray.exceptions.ObjectLostError as error:
+                self._shipments.forget(path)  # the node that put it there is gone; this machine has it too
+                if is_last:
+                    raise SamplerFault(f"weights did not reach a replica: {error_text(error, 300)}") from error
+        raise AssertionError("unreachable")
+
+    async def _ask(self, reference: Any, name: str) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await reference
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, errors.ObjectLostError):
+                raise error.cause from None
+            if isinstance(error.cause, VerbatimError):
+                raise error.cause from None
+            raise SamplerFault(f"{name}: {error_text(error.cause, 300)}") from error
+        except errors.RayActorError as error:
+            raise SamplerFault(f"{name} is gone: {error_text(error, 300)}") from error
+
+    async def _end(self, index: int) -> None:
+        actor = self._actors.pop(index, None)
+        if actor is None:
+            return
+        with contextlib.suppress(Exception):  # it may be gone
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await actor.close.remote()
+        self._ray.kill(actor)
+
+    async def close(self) -> None:
+        """End all servers."""
+        await asyncio.gather(*(self._end(index) for index in list(self._actors)))
+
+
+def _connector(inputs: BackendInputs, settings: Any, key: str) -> tuple[Connect, Rendezvous | None]:
+    """What makes replicas, and what coordinates their updates."""
+    if isinstance(settings, TorchSettings):
+        from verbatim.inference.embedded.backend import connector
+
+        return connector(inputs, settings, api_key=key), None
+    from verbatim.inference.vllm.command import MODEL_NAME
+    from verbatim.inference.vllm.servers import make_broadcast, replica_maker
+
+    broadcast = make_broadcast(inputs, settings)
+    make = replica_maker(inputs, settings, broadcast)
+
+    def connect(url: str, name: str, version: int, deliver: Deliver | None) -> ServerReplica:
+        return make(url, name=name, policy_version=version, model=MODEL_NAME, api_key=key, deliver=deliver)
+
+    return connect, broadcast
