@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_SECONDS = 5.0
+"""Seconds within which a rank that is alive says where it is."""
 _SAID_SECONDS = 0.5
 """Seconds between two questions for what rank 0 printed."""
 _PREPARED = ("model", "warm_start")
@@ -74,6 +76,8 @@ class RayRanks:
     """The handles, by rank."""
     _nodes: dict[str, Any] = field(default_factory=dict)
     """One actor of each node, by the node's id."""
+    _places: list[tuple[str, str, int]] = field(default_factory=list)
+    """Node, address and process of each rank."""
 
     @property
     def is_shared(self) -> bool:
@@ -104,8 +108,11 @@ class RayRanks:
         self.actors = [
             kind.options(**self.reserved.options(rank), max_restarts=0).remote(self.setup) for rank in range(size)
         ]
-        places = self._all("where", timeout=cluster.start_timeout)
-        self._nodes = {node: actor for actor, (node, _, _) in zip(self.actors, places, strict=True)}
+        self._places = []
+        places = self._places = self._all("where", timeout=cluster.start_timeout)
+        self._nodes = {}
+        for actor, (node, _, _) in zip(self.actors, places, strict=True):
+            self._nodes.setdefault(node, actor)  # rank 0 comes first, so it stands for its node
         if self.is_shared:
             self._refuse_unshared(places)
         here = [node for node, _, _ in places]
@@ -181,8 +188,8 @@ class RayRanks:
 
     @property
     def _first(self) -> Any:
-        """The actor that stands for rank 0's node."""
-        return next(iter(self._nodes.values()))
+        """The actor that stands for rank 0's node: rank 0."""
+        return self.actors[0]
 
     def call(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call rank 0, and return its answer.
@@ -197,7 +204,7 @@ class RayRanks:
         if "error" not in answer:
             return answer
         if answer["lost"]:
-            raise RanksLost(answer["error"])
+            raise RanksLost(self._gone() or answer["error"])
         raise RunStopped(f"the trainer: {answer['error']}")
 
     def end(self, *, in_order: bool) -> None:
@@ -231,11 +238,24 @@ class RayRanks:
                 "(cluster.start_timeout, or orchestrator.stall_timeout for a step)"
             ) from None
         except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
-            raise RanksLost(error_text(error, 300).partition(" The actor")[0]) from error
+            raise RanksLost(self._gone() or error_text(error, 300)) from error
         except errors.RayTaskError as error:
             if isinstance(error.cause, VerbatimError):
                 raise error.cause from None
             raise
+
+    def _gone(self) -> str:
+        """Names the ranks that no longer answer; empty if all answer."""
+        asked = {self._files(actor.where).remote(): rank for rank, actor in enumerate(self.actors)}
+        self.ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS)
+        gone = []
+        for reference, rank in asked.items():
+            try:
+                self.ray.get(reference, timeout=0)
+            except Exception:  # Ray has several errors for an actor that is gone
+                _, address, process = self._places[rank] if self._places else ("", "an unknown node", "unknown")
+                gone.append(f"rank {rank} (process {process} on {address}) is gone")
+        return "; ".join(gone)
 
     def _told(self, reference: Any) -> Any:
         """Wait for rank 0, and print what it prints meanwhile."""

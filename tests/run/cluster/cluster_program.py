@@ -1,0 +1,154 @@
+"""A program of its own, because one process has one Ray: a run on a cluster of several nodes, some of which are lost.
+
+`python -m run.cluster.cluster_program FOLDER` works in a folder with `model` and `lots.py`, reads a `Plan` as JSON from
+stdin, and prints one JSON line: what was killed, and what is left of the run's processes. The run is in FOLDER/NAME.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+import verbatim
+from waiting import wait_until
+
+RANK, REPLICA, WORKER = "RankActor", "ReplicaActor", "EpisodeActor"
+PARTS = (RANK, REPLICA, WORKER)
+QUIET = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What happens."""
+
+    name: str
+    nodes: int = 3
+    steps: int = 4
+    kills: dict[int, list[str]] = field(default_factory=dict)
+    """By step: what is killed once this step is logged: a part, or "node"."""
+    random_kills: int = 0
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Tables that replace those below."""
+
+
+def tables(folder: Path, steps: int) -> dict[str, Any]:
+    """A run with two ranks that is the same, bit for bit, wherever it runs."""
+    return {
+        "max_steps": steps,
+        "seed": 1,
+        "model": {"name": str(folder / "model")},
+        "orchestrator": {
+            "train": {"env": [{"import_path": "lots.Lots"}]},
+            "batch_size": 8,
+            "group_size": 4,
+            "seq_len": 64,
+            "max_async_level": 0,
+            "sampling": {"max_tokens": 6},
+            "filters": [{"type": "zero_advantage"}],
+        },
+        "trainer": {"parallel": {"processes": 2}, "num_threads": 1, "optim": {"lr": 1e-3}},
+        "inference": {"torch": {"deterministic": True, "num_threads": 1, "kernel": "torch"}},
+        "checkpoint": {"interval": 3},
+    }
+
+
+class World:
+    """A cluster, and a way to strike it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.struck = plan, []
+        self.random = random.Random(plan.seed)
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **QUIET})
+        self.nodes = [self.add_node() for _ in range(plan.nodes)]
+
+    def add_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=5, **QUIET)
+
+    def strike(self, what: str) -> None:
+        """Kill a process of this part with SIGKILL, or a node with everything on it, which another node replaces."""
+        if what == "node":
+            lost = self.nodes.pop(self.random.randrange(len(self.nodes)))
+            self.cluster.remove_node(lost, allow_graceful=False)
+            self.nodes.append(self.add_node())
+        else:
+            if not (found := processes_of(what)):
+                return
+            os.kill(self.random.choice(found), signal.SIGKILL)
+        self.struck.append(what)
+
+
+class Striker:
+    """A monitor that strikes when steps are logged."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_step(self, step: int, metrics: dict[str, float], distributions: Any) -> None:
+        for what in self.world.plan.kills.get(step, []):
+            self.world.strike(what)
+
+
+def processes_of(*parts: str) -> list[int]:
+    """The ids of the actors' processes that this program's cluster started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title, environment = (process / "cmdline").read_bytes().decode(), (process / "environ").read_bytes()
+            if any(title.startswith(f"ray::{part}") for part in parts) and MARK.encode() in environment:
+                found.append(int(process.name))
+    return sorted(found)
+
+
+MARK = f"VERBATIM_TEST_MARK={os.getpid()}"
+
+
+def main() -> None:
+    folder, plan = Path(sys.argv[1]).resolve(), Plan(**json.loads(sys.stdin.read()))
+    plan.kills = {int(step): what for step, what in plan.kills.items()}
+    name, _, value = MARK.partition("=")
+    os.environ[name] = value
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    world = World(plan)
+    over = threading.Event()
+
+    def strike_at_random() -> None:
+        wait_until(lambda: len(processes_of(RANK)) == 2 or over.is_set())
+        while len(world.struck) < plan.random_kills and not over.wait(world.random.uniform(0.5, 6.0)):
+            world.strike(world.random.choice([*PARTS, "node"]))
+
+    striking = threading.Thread(target=strike_at_random, daemon=True)
+    try:
+        if plan.random_kills:
+            striking.start()
+        cluster = {"address": world.cluster.address, "replicas": 2, "max_trainer_restarts": 100}
+        settings = tables(folder, plan.steps)
+        settings["orchestrator"]["rollout"] = {"backend": "ray", "workers": 4}
+        settings |= {"cluster": cluster, "run_dir": str(folder / plan.name), **plan.settings}
+        began = time.monotonic()
+        result = verbatim.run(settings, monitors=[Striker(world)], quiet=True)
+        seconds = time.monotonic() - began
+        over.set()
+        wait_until(lambda: not processes_of(*PARTS))
+        print(json.dumps({"struck": world.struck, "summary": result.summary, "seconds": seconds}, default=str))
+    finally:
+        over.set()
+        ray.shutdown()
+        world.cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
