@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported; a busy machine needs it
+
 import ray
 from ray.cluster_utils import Cluster
 
@@ -81,13 +83,13 @@ class World:
         """Kill a process of this part with SIGKILL, or a node with everything on it, which another node replaces."""
         if what == "node":
             lost = self.nodes.pop(self.random.randrange(len(self.nodes)))
+            self.struck.append(what)
             self.cluster.remove_node(lost, allow_graceful=False)
             self.nodes.append(self.add_node())
-        else:
-            if not (found := processes_of(what)):
-                return
+            return
+        if found := processes_of(what):
             os.kill(self.random.choice(found), signal.SIGKILL)
-        self.struck.append(what)
+            self.struck.append(what)
 
 
 class Striker:

@@ -20,6 +20,7 @@ from verbatim.trainer.transport.trainer_messages import (
     TrainerMessage,
     message_to_bytes,
     read_message,
+    read_message_bytes,
     ready_from_json,
     report_from_json,
     to_json,
@@ -27,8 +28,11 @@ from verbatim.trainer.transport.trainer_messages import (
 
 
 def travelled(order, tmp_path):
+    """What arrives as a file, which must equal what arrives as bytes."""
     publish_bytes(tmp_path / "order", message_to_bytes(order))
-    return read_message(tmp_path / "order")
+    found, also = read_message(tmp_path / "order"), read_message_bytes(memoryview(message_to_bytes(order)))
+    assert message_to_bytes(also) == message_to_bytes(found) == message_to_bytes(order)
+    return found
 
 
 @pytest.mark.parametrize("teacher", [False, True])

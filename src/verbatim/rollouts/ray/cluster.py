@@ -75,6 +75,12 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         ) from error
 
 
+def said_by_ray(error: BaseException) -> str:
+    """What an error of Ray says, on one line, without its list of possible causes."""
+    text = " ".join(str(error).split()).partition(" Some common causes include")[0][:500]
+    return text or type(error).__name__
+
+
 def _knock(address: str) -> None:
     """Check that a server answers at the address, because Ray would retry a missing cluster for minutes."""
     host, _, port = address.rpartition(":")

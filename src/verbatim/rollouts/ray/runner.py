@@ -19,7 +19,7 @@ from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.http.server import serve_sampler
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.draws import CountingSampler
-from verbatim.rollouts.ray.cluster import ray_running
+from verbatim.rollouts.ray.cluster import ray_running, said_by_ray
 from verbatim.rollouts.runner import EpisodeTask
 from verbatim.rollouts.workers import worker
 from verbatim.rollouts.workers.episodes import RunEpisode, open_episodes, packed_plan
@@ -137,8 +137,7 @@ class RayWorker:
             self._ray.cancel(answer)
             raise
         except self._signs_of_loss as error:
-            said = " ".join(str(error).split())[:500].partition(" Some common causes include")[0]
-            raise WorkerLost(said or type(error).__name__) from error
+            raise WorkerLost(said_by_ray(error)) from error
         return packed
 
     def kill(self) -> None:
@@ -168,5 +167,5 @@ class RayWorker:
         if isinstance(cause, UsageError):
             return UsageError(f"on a Ray actor: {cause}")
         if isinstance(error, self._ray.exceptions.RayError):
-            return UsageError(f"a Ray actor could not start: {type(cause).__name__}: {cause}")
+            return UsageError(f"a Ray actor could not start: {type(cause).__name__}: {said_by_ray(cause)}")
         return None

@@ -19,10 +19,10 @@ from rich.console import Console
 from verbatim.config.schema import RunConfig
 from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import RunStopped, UsageError, VerbatimError
-from verbatim.core.texts import error_text
 from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.logs.checkpoints import CheckpointStore
+from verbatim.rollouts.ray.cluster import said_by_ray
 from verbatim.run.cluster.folders import ShippedFolder, write
 from verbatim.run.cluster.placement import Reserved
 from verbatim.run.cluster.rank_actor import FILES, ActorSetup, RankActor
@@ -238,7 +238,7 @@ class RayRanks:
                 "(cluster.start_timeout, or orchestrator.stall_timeout for a step)"
             ) from None
         except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
-            raise RanksLost(self._gone() or error_text(error, 300)) from error
+            raise RanksLost(self._gone() or said_by_ray(error)) from error
         except errors.RayTaskError as error:
             if isinstance(error.cause, VerbatimError):
                 raise error.cause from None
@@ -252,7 +252,7 @@ class RayRanks:
         for reference, rank in asked.items():
             try:
                 self.ray.get(reference, timeout=0)
-            except Exception:  # Ray has several errors for an actor that is gone
+            except Exception:  # noqa: BLE001  Ray has several errors for an actor that is gone
                 _, address, process = self._places[rank] if self._places else ("", "an unknown node", "unknown")
                 gone.append(f"rank {rank} (process {process} on {address}) is gone")
         return "; ".join(gone)
@@ -361,7 +361,7 @@ class RayTrainer:
         try:
             path = self._weights.publish(version, lambda partial: write(ranks.ray, shipped, partial, folder))
         except ranks.ray.exceptions.ObjectLostError as error:
-            raise RanksLost(error_text(error, 300)) from error
+            raise RanksLost(said_by_ray(error)) from error
         ranks.shipments.note(path, shipped)
         self._digests[version] = shipped.digest
 
@@ -385,7 +385,7 @@ class RayTrainer:
             self._ranks.end(in_order=False)
             try:
                 ready = self._ranks.start()
-                again = [self._kept[number] for number in range(ready.version + 1, version)]
+                again = self._batches_after(ready.version, version)
                 for batch in again:
                     self._replay(batch)
             except RanksLost as again_lost:
@@ -398,6 +398,20 @@ class RayTrainer:
                 len(again),
             )
             return len(again)
+
+    def _batches_after(self, held: int, version: int) -> list[_Batch]:
+        """The kept batches that lead from the version that the ranks hold to the one before `version`.
+
+        Raises:
+            RunStopped: a batch is gone: the newest checkpoint, which covered it, is damaged.
+        """
+        needed = range(held + 1, version)
+        if missing := [number for number in needed if number not in self._kept]:
+            raise RunStopped(
+                f"the trainer restarted with version {held}, but batch {missing[0] - 1} is no longer kept, because a "
+                "newer checkpoint covered it; that checkpoint is damaged. Resume the run"
+            )
+        return [self._kept[number] for number in needed]
 
     @property
     def _sends(self) -> bool:
@@ -421,8 +435,7 @@ class RayTrainer:
 
     def _forget_covered(self) -> None:
         """Drop the batches that the newest checkpoint covers."""
-        found = CheckpointStore(self._folder / "checkpoints", read_only=True).latest()
-        covered = found.step if found is not None else 0
+        covered = max(CheckpointStore(self._folder / "checkpoints", read_only=True).steps(), default=0)
         for version in [version for version in self._kept if version <= covered]:
             del self._kept[version]
             self._digests.pop(version, None)

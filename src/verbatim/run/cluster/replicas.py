@@ -11,12 +11,12 @@ from typing import Any
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import SamplerFault, VerbatimError
-from verbatim.core.texts import error_text
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.uploads import Deliver
 from verbatim.inference.pool.replica import Rendezvous
 from verbatim.inference.pool.servers import ServerReplica
+from verbatim.rollouts.ray.cluster import said_by_ray
 from verbatim.run.cluster.placement import Reserved
 from verbatim.run.cluster.rank_actor import ActorSetup
 from verbatim.run.cluster.replica_actor import ReplicaActor
@@ -103,7 +103,7 @@ class RayServers:
             except self._ray.exceptions.ObjectLostError as error:
                 self._shipments.forget(path)  # the node that put it there is gone; this machine has it too
                 if is_last:
-                    raise SamplerFault(f"weights did not reach a replica: {error_text(error, 300)}") from error
+                    raise SamplerFault(f"weights did not reach a replica: {said_by_ray(error)}") from error
         raise AssertionError("unreachable")
 
     async def _ask(self, reference: Any, name: str) -> Any:
@@ -115,9 +115,9 @@ class RayServers:
                 raise error.cause from None
             if isinstance(error.cause, VerbatimError):
                 raise error.cause from None
-            raise SamplerFault(f"{name}: {error_text(error.cause, 300)}") from error
+            raise SamplerFault(f"{name}: {said_by_ray(error.cause)}") from error
         except errors.RayActorError as error:
-            raise SamplerFault(f"{name} is gone: {error_text(error, 300)}") from error
+            raise SamplerFault(f"{name} is gone: {said_by_ray(error)}") from error
 
     async def _end(self, index: int) -> None:
         actor = self._actors.pop(index, None)
