@@ -46,14 +46,12 @@ class Ranks:
         self.shipments = Shipments(self.ray, self.folder)
         self.losses, self.drift = set(losses), drift
         self.sum = self.checkpoint = self.version = self.starts = 0
-        self.trained, self.calls = [], 0
+        self.trained, self.calls, self.sums = [], 0, {0: 0}
 
     def start(self):
         self.starts += 1
         self.version, self.sum = self.checkpoint, self.sums[self.checkpoint] + self.drift
         return TrainerReady(version=self.version, weights=str(self.folder / "m"), checkpoint=None)
-
-    sums = {0: 0}
 
     def end(self, *, in_order):
         self.ended = in_order
