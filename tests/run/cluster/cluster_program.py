@@ -105,12 +105,21 @@ class Striker:
 
 def processes_of(*parts: str) -> list[int]:
     """The ids of the actors' processes that this program's cluster started."""
+    return [pid for pid, command in marked() if any(command.startswith(f"ray::{part}") for part in parts)]
+
+
+def servers() -> list[int]:
+    """The ids of vLLM's processes and their subreapers."""
+    return [pid for pid, command in marked() if "vllm" in command]
+
+
+def marked() -> list[tuple[int, str]]:
+    """Id and command line of every process that this program started, directly or not."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            title, environment = (process / "cmdline").read_bytes().decode(), (process / "environ").read_bytes()
-            if any(title.startswith(f"ray::{part}") for part in parts) and MARK.encode() in environment:
-                found.append(int(process.name))
+            if MARK.encode() in (process / "environ").read_bytes():
+                found.append((int(process.name), (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
     return sorted(found)
 
 
@@ -144,8 +153,9 @@ def main() -> None:
         result = verbatim.run(settings, monitors=[Striker(world)], quiet=True)
         seconds = time.monotonic() - began
         over.set()
-        wait_until(lambda: not processes_of(*PARTS))
-        print(json.dumps({"struck": world.struck, "summary": result.summary, "seconds": seconds}, default=str))
+        wait_until(lambda: not processes_of(*PARTS) and not servers())
+        done = {"struck": world.struck, "left": servers(), "summary": result.summary, "seconds": seconds}
+        print(json.dumps(done, default=str))
     finally:
         over.set()
         ray.shutdown()

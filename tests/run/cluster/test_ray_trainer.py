@@ -12,7 +12,7 @@ from verbatim.config import make_config
 from verbatim.core.errors import RunStopped
 from verbatim.core.types import TrainingSample
 from verbatim.run.cluster.folders import ship
-from verbatim.run.cluster.ray_trainer import RanksLost, RayTrainer
+from verbatim.run.cluster.ray_trainer import RanksLost, RayRanks, RayTrainer
 from verbatim.run.cluster.shipments import Shipments
 from verbatim.trainer.transport import TrainerReady
 from verbatim.trainer.transport.trainer_messages import read_message_bytes
@@ -33,23 +33,26 @@ def sample(number):
     )
 
 
-class Ranks:
+class Ranks(RayRanks):
     """Ranks whose "weights" are the sum of the ids that they were trained on. `losses` maps a number of calls of
     `train` to what is lost in that call."""
 
-    def __init__(self, tmp_path, losses=(), restarts=3, drift=0):
+    def __init__(self, tmp_path, losses=(), restarts=3, drift=0, start_losses=()):
         self.ray, self.folder, self.node = FakeRay(), tmp_path / "run", tmp_path / "node"
         self.folder.mkdir()
         cluster = {"max_trainer_restarts": restarts}
         tables = {"model": {"name": "m"}, "orchestrator": {"train": {"env": [{"id": "guess_number"}]}}}
         self.config = make_config({**tables, "cluster": cluster})
         self.shipments = Shipments(self.ray, self.folder)
+        self.start_losses, self.restarts = set(start_losses), 0
         self.losses, self.drift = set(losses), drift
         self.sum = self.checkpoint = self.version = self.starts = 0
         self.trained, self.calls, self.sums = [], 0, {0: 0}
 
     def start(self):
         self.starts += 1
+        if self.starts in self.start_losses:
+            raise RanksLost("rank 0 is gone")
         self.version, self.sum = self.checkpoint, self.sums[self.checkpoint] + self.drift
         return TrainerReady(version=self.version, weights=str(self.folder / "m"), checkpoint=None)
 
@@ -159,6 +162,14 @@ async def test_weights_that_differ_the_second_time_are_published_in_place_of_the
     assert "gave other weights than before" in caplog.text
     expected = hashlib.sha256(json.dumps(["sum.json", 3]).encode() + b"112").hexdigest()
     assert ranks.shipments.of(ranks.folder / "weights" / "v000002").digest == expected
+
+
+async def test_ranks_lost_while_they_start_are_started_again(tmp_path):
+    ranks = Ranks(tmp_path, start_losses=[1, 2])
+    ready = ranks.start_first()
+    assert (ready.version, ranks.starts) == (0, 3)
+    (report,) = await train(RayTrainer(ranks, ready, keep=10), [1])
+    assert report.metrics["trainer/restarts"] == 2
 
 
 async def test_batches_are_trained_in_the_order_in_which_they_were_handed_over(tmp_path):

@@ -74,6 +74,8 @@ class RayRanks:
     console: Console
     actors: list[Any] = field(default_factory=list)
     """The handles, by rank."""
+    restarts: int = 0
+    """Number of restarts so far."""
     _nodes: dict[str, Any] = field(default_factory=dict)
     """One actor of each node, by the node's id."""
     _places: list[tuple[str, str, int]] = field(default_factory=list)
@@ -85,15 +87,31 @@ class RayRanks:
         return self.setup.shared is not None
 
     def start_first(self) -> TrainerReady:
-        """Same as `start`, for the first time.
+        """Same as `start`, again and again if ranks are lost meanwhile.
 
         Raises:
-            RunStopped: a rank is gone.
+            RunStopped: too many restarts.
         """
-        try:
-            return self.start()
-        except RanksLost as lost:
-            raise RunStopped(f"the trainer could not start on the cluster: {lost}") from lost
+        while True:
+            try:
+                return self.start()
+            except RanksLost as lost:
+                self.prepare_restart(lost)
+
+    def prepare_restart(self, lost: RanksLost) -> None:
+        """Count a restart, and end the ranks that are left.
+
+        Raises:
+            RunStopped: there were too many restarts.
+        """
+        assert self.config.cluster is not None
+        if self.restarts == self.config.cluster.max_trainer_restarts:
+            raise RunStopped(
+                f"the trainer lost ranks ({lost}), after {self.restarts} restarts (cluster.max_trainer_restarts)"
+            )
+        self.restarts += 1
+        logger.warning("the trainer lost ranks (%s); restart %d", lost, self.restarts)
+        self.end(in_order=False)
 
     def start(self) -> TrainerReady:
         """Start all ranks, and open the trainer with the run's newest checkpoint or its first model.
@@ -312,10 +330,7 @@ class RayTrainer:
     """
 
     def __init__(self, ranks: RayRanks, ready: TrainerReady, *, keep: int) -> None:
-        assert ranks.config.cluster is not None
         self._ranks = ranks
-        self._left = ranks.config.cluster.max_trainer_restarts
-        self._restarts = 0
         self._kept: dict[int, _Batch] = {}
         self._digests: dict[int, str] = {}
         self._folder = ranks.folder
@@ -343,7 +358,7 @@ class RayTrainer:
             except RanksLost as lost:
                 replayed += self._restart(lost, batch.version)
         self._version = batch.version
-        more = {"trainer/restarts": float(self._restarts), "trainer/replayed_batches": float(replayed)}
+        more = {"trainer/restarts": float(self._ranks.restarts), "trainer/replayed_batches": float(replayed)}
         return replace(report, metrics={**report.metrics, **more})
 
     def _take(self, answer: dict[str, Any], batch: _Batch) -> StepReport:
@@ -372,17 +387,10 @@ class RayTrainer:
             RunStopped: too many restarts.
         """
         while True:
-            if self._left == 0:
-                raise RunStopped(
-                    f"the trainer lost ranks ({lost}), after {self._restarts} restarts (cluster.max_trainer_restarts)"
-                )
             if self._ranks.config.inference.backend == "vllm" and self._sends:
                 raise RunStopped(f"the trainer lost ranks ({lost}), and with them the weight broadcast; resume the run")
-            self._left -= 1
-            self._restarts += 1
-            logger.warning("the trainer lost ranks (%s); restart %d", lost, self._restarts)
             began = time.monotonic()
-            self._ranks.end(in_order=False)
+            self._ranks.prepare_restart(lost)
             try:
                 ready = self._ranks.start()
                 again = self._batches_after(ready.version, version)
