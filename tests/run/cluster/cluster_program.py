@@ -138,7 +138,7 @@ def main() -> None:
 
     def strike_at_random() -> None:
         wait_until(lambda: len(processes_of(RANK)) == 2 or over.is_set())
-        while len(world.struck) < plan.random_kills and not over.wait(world.random.uniform(0.5, 6.0)):
+        while len(world.struck) < plan.random_kills and not over.wait(world.random.uniform(1.0, 15.0)):
             world.strike(world.random.choice([*PARTS, "node"]))
 
     striking = threading.Thread(target=strike_at_random, daemon=True)

@@ -108,12 +108,13 @@ def test_a_run_that_loses_a_rank_a_replica_a_worker_and_a_node_is_that_of_one_ma
 @pytest.mark.campaign
 def test_runs_that_lose_parts_at_random_moments(folder, campaign):
     """Ranks, replicas, workers and nodes are killed at random moments; of the whole, thirty of them on eight nodes."""
-    row, wrong = campaign("kills on a cluster"), []
+    row, wrong, steps = campaign("kills on a cluster"), [], sized(6, 20)
     for seed in range(sized(1, 5)):
-        plan = {"name": f"random-{seed}", "steps": 20, "nodes": sized(3, 8), "random_kills": sized(2, 6), "seed": seed}
+        kills = sized(2, 6)
+        plan = {"name": f"random-{seed}", "steps": steps, "nodes": sized(3, 8), "random_kills": kills, "seed": seed}
         found = on_cluster(folder, **plan)
         row.cases += len(found["struck"])
-        different = differences(folder / plan["name"], here(folder, 20), 20)
+        different = differences(folder / plan["name"], here(folder, steps), steps)
         row.wrong += bool(different)
         if different or not set(found["struck"]) <= {*PARTS, "node"}:
             wrong.append(f"seed {seed}, {found['struck']}: {'; '.join(different)}")
