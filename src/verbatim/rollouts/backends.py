@@ -29,7 +29,7 @@ class RunnerInputs:
     workers: int
     """Number of workers: `orchestrator.rollout.workers`."""
     logs: Path | None = None
-    """Folder for the output that environments print; None: it is discarded."""
+    """Folder for the output that environments print; None to discard it."""
     cluster: ClusterConfig | None = None
     """The table [cluster], for workers on its nodes; None if the run has no cluster."""
 

@@ -88,7 +88,8 @@ class EpisodeActor:
 
 
 class RayWorker:
-    """A `Worker` on an `EpisodeActor`, which is created with the `given` arguments and reserves these CPUs and GPUs."""
+    """A `Worker` whose episodes run in an `EpisodeActor`. The actor is created with the arguments `given`, and reserves
+    these CPUs and GPUs."""
 
     def __init__(self, ray: Any, cpus: float, gpus: float, *given: Any) -> None:
         self._ray, self._given = ray, given
