@@ -114,6 +114,11 @@ def test_a_name_of_theirs_is_answered_once_and_is_not_one_of_ours():
         ("--trainer.lora.rank", "trainer.lora.r"),
         ("--actor-rollout-ref.rollout.n", "model.name and trainer.optim.lr and inference.backend"),
         ("--ckpt.interval", "checkpoint.interval"),
+        ("--trainer.nnodes", "trainer.parallel.processes and cluster.backend (the number of ranks; [cluster] places"),
+        ("--trainer.n-gpus-per-node", "trainer.parallel.processes and cluster.backend"),
+        ("--actor-num-nodes", "trainer.parallel.processes and cluster.backend"),
+        ("--rollout-num-gpus", "cluster.replicas and inference.vllm.replicas"),
+        ("--ray-kwargs.ray-init.num-cpus", "cluster.address"),
     ],
 )
 def test_a_key_of_another_framework_is_answered_with_ours(tmp_path, typed, said):
@@ -123,6 +128,38 @@ def test_a_key_of_another_framework_is_answered_with_ours(tmp_path, typed, said)
         load_config(file, [typed, "1"], component_tables())
     assert f"; here it is {said}" in str(error.value)
     assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "now"), [("cpus_per_worker", "worker.cpus"), ("address", "address"), ("host", "host"), ("port", "port")]
+)
+def test_a_key_of_rollouts_on_ray_is_answered_with_the_one_of_the_cluster(tmp_path, key, now):
+    file = tmp_path / "run.toml"
+    file.write_text(f"""\
+[model]
+name = "m"
+[[orchestrator.train.env]]
+id = "guess_number"
+[orchestrator.rollout]
+backend = "ray"
+[orchestrator.rollout.ray]
+{key} = 1
+""")
+    said = f"orchestrator.rollout.ray.{key} is now cluster.{now}; with cluster.roles = [], only rollout workers"
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [], component_tables())
+    assert str(error.value).startswith(f"{file}:8: {said}")
+    file.write_text(file.read_text().partition("[orchestrator.rollout.ray]")[0])
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [f"--orchestrator.rollout.ray.{key}", "1"], component_tables())
+    assert said in str(error.value)
+
+
+def test_a_table_without_keys_says_so(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "m"\n[[orchestrator.train.env]]\nid = "guess_number"\n')
+    with pytest.raises(ConfigError, match=r"\[orchestrator.rollout.ray\] has no keys$"):
+        load_config(file, ["--orchestrator.rollout.ray.memory", "1"], component_tables())
 
 
 def test_a_key_that_there_is_none_of_is_answered_with_the_reason(tmp_path):

@@ -184,15 +184,19 @@ def test_a_temperature_that_no_engine_takes_is_refused(file: Path, temperature: 
 @pytest.mark.parametrize(
     ("option", "found", "message"),
     [
-        ("backend", "rya", "there is no rollout backend 'rya'; did you mean \"ray\"? There are local, processes, ray"),
-        ("workers", "0", "found 0 (an integer), expected greater than or equal to 1"),
-        ("ray.cpus_per_worker", "-1", "found -1 (an integer), expected greater than or equal to 0"),
-        ("ray.port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
+        (
+            "orchestrator.rollout.backend",
+            "rya",
+            "there is no rollout backend 'rya'; did you mean \"ray\"? There are local, processes, ray",
+        ),
+        ("orchestrator.rollout.workers", "0", "found 0 (an integer), expected greater than or equal to 1"),
+        ("cluster.worker.cpus", "-1", "found -1 (an integer), expected greater than or equal to 0"),
+        ("cluster.port", "70000", "found 70000 (an integer), expected less than or equal to 65535"),
     ],
 )
 def test_where_episodes_are_played_is_checked_before_anything_starts(file: Path, option: str, found: str, message: str):
     with pytest.raises(ConfigError) as caught:
-        load_config(file, (f"--orchestrator.rollout.{option}", found), component_tables())
+        load_config(file, (f"--{option}", found), component_tables())
     assert message in str(caught.value)
 
 

@@ -11,17 +11,23 @@ from ray.cluster_utils import Cluster
 
 from byte_renderer import ByteRenderer
 from rollouts.players import Players, SecondTurnsWait, contents
+from verbatim.config.cluster import ClusterConfig
 from verbatim.rollouts.backends import RunnerInputs
 from verbatim.rollouts.ray.cluster import OBJECT_STORE_BYTES, connect
-from verbatim.rollouts.ray.runner import RaySettings, ray_runner
+from verbatim.rollouts.ray.runner import ray_runner
 from waiting import until, wait_until
 
 
 async def play(cluster, nodes, add_node):
     players = Players(SecondTurnsWait())
-    inputs = RunnerInputs(setups=players.remote(), sampler=players.sampler, renderer=ByteRenderer(), workers=2)
-    actors = ray_runner(inputs, RaySettings(address=cluster.address))
-    async with actors as pool:
+    inputs = RunnerInputs(
+        setups=players.remote(),
+        sampler=players.sampler,
+        renderer=ByteRenderer(),
+        workers=2,
+        cluster=ClusterConfig(address=cluster.address),
+    )
+    async with ray_runner(inputs) as pool:
         running = asyncio.create_task(players.group(pool, size=6).run())
         await until(lambda: len(players.sampler.requests) == 6)
         await asyncio.to_thread(cluster.remove_node, nodes[0])

@@ -221,7 +221,7 @@ def test_filters_of_ones_own_are_counted_each_under_its_own_name(place: Path):
         ),
         (["--orchestrator.rollout.processes.worker-memory-mb", "900", "--orchestrator.train.env.0.isolated"], []),
         (
-            ["--orchestrator.rollout.ray.port", "0", "--orchestrator.rollout.backend", "processes"],
+            ["--orchestrator.rollout.ray", "{}", "--orchestrator.rollout.backend", "processes"],
             ['[orchestrator.rollout.ray] is not read: orchestrator.rollout.backend = "processes"'],
         ),
         (

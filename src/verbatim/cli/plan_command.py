@@ -18,6 +18,8 @@ from verbatim.config import load_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
 from verbatim.core.plain_console import PlainConsole
+from verbatim.core.texts import printable
+from verbatim.run.cluster import look_at_cluster
 from verbatim.run.recipes import run_file
 from verbatim.run.tables import component_tables
 
@@ -68,10 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: the device is unknown, there are too few devices, there are no trajectories, or a share is outside 0
-            to 1; or the trainer would refuse something, such as the model or a number of processes that it cannot use.
+            to 1; or the trainer would refuse something, such as the model or a number of processes that it cannot use;
+            or the cluster cannot hold the run.
     """
     with told_if_slow(f"reading {args.file} and what it names"):
         config = load_config(args.file, args.overrides, component_tables())
+    with told_if_slow("asking the cluster what it has"):
+        placed = look_at_cluster(config)
     with told_if_slow("importing torch"):
         from verbatim.inspection.plan.as_json import plan_as_json
         from verbatim.inspection.plan.batches import assumed_batch, batch_of_run
@@ -107,10 +112,12 @@ def run(args: argparse.Namespace) -> int:
             show_plan(plan, console)
             for choice in choices:
                 console.print(f"precision      {choice}", soft_wrap=True)
+            for line in placed:
+                console.print(printable(line.replace("cluster", "cluster   ", 1)), soft_wrap=True)
         with told_if_slow("trying what would make it fit"):
             changes = [] if plan.fits else tried_changes(plan)
     if args.json:
-        json.dump(plan_as_json(plan, changes), sys.stdout, indent=2)
+        json.dump({**plan_as_json(plan, changes), "cluster": placed}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif changes:
         show_changes(changes, console)

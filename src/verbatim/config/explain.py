@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from verbatim.config.fields import backend_tables_with, field_at, section_at, sections_with
 from verbatim.config.key_locations import KeyPath, dotted
-from verbatim.config.known_keys import key_elsewhere
+from verbatim.config.known_keys import key_elsewhere, moved_to
 from verbatim.config.overrides import Override
 from verbatim.config.schema import RunConfig
 from verbatim.config.sections import BackendSection
@@ -132,6 +132,8 @@ def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
     name, prefix = dotted(path), dotted(path[:-1])
     if section is None:
         return f"{name}: unknown key"
+    if now := moved_to(name):
+        return f"{name} {now}"
     if moved := backend_tables_with(section, key):
         return f"{name} is now {' or '.join(f'{prefix}.{table}.{key}' for table in moved)}"
     table = f"[{dotted(tuple(part for part in path[:-1] if isinstance(part, str)))}]" if prefix else "the top level"
@@ -141,4 +143,5 @@ def unknown_key(path: KeyPath, schema: type[RunConfig]) -> str:
     if elsewhere:
         hint = f"; it belongs to {' or '.join(f'[{place}]' if place else 'the top level' for place in elsewhere)}"
     hint = hint if hint.endswith(("?", ".")) else f"{hint}."
-    return f'{name}: unknown key "{key}" in {table}{hint} The keys of {table} are {", ".join(valid)}'
+    keys = f"The keys of {table} are {', '.join(valid)}" if valid else f"{table} has no keys"
+    return f'{name}: unknown key "{key}" in {table}{hint} {keys}'

@@ -91,8 +91,11 @@ FOREIGN = (
     Foreign("trainer.lora.target_modules", "", "lora_target_modules lora_target"),
     Foreign("trainer.gradient_checkpointing", "", "ac enable_gradient_checkpointing recompute_granularity"),
     Foreign("trainer.activation_offload", "", "ac_offloading enable_activation_offload"),
-    Foreign("trainer.parallel.processes", "",
-            "n_gpus_per_node num_gpus_per_node nnodes dp_replicate fsdp_size dp_size"),
+    Foreign("trainer.parallel.processes", "", "dp_replicate fsdp_size dp_size"),
+    Foreign("trainer.parallel.processes cluster.backend", "the number of ranks; [cluster] places them on nodes",
+            "n_gpus_per_node num_gpus_per_node nnodes actor_num_nodes actor_num_gpus_per_node resource_pool"),
+    Foreign("cluster.replicas inference.vllm.replicas", "[cluster] places them on nodes", "rollout_num_gpus"),
+    Foreign("cluster.address", "", "ray_kwargs ray_init"),
     Foreign("trainer.parallel.sequence", "", "cp ulysses_sequence_parallel_size context_parallel_size ulysses_size"),
     Foreign("model.name trainer.optim.lr inference.backend", "the tables [model], [trainer] and [inference]",
             "actor_rollout_ref actor actor_train actor_infer"),
@@ -126,6 +129,26 @@ FOREIGN = (
             "param_offload optimizer_offload fsdp_cpu_offload optim_cpu_offload"),
 )  # fmt: skip
 _BY_NAME = {name: row for row in FOREIGN for name in row.names.split()}
+_MOVED = {
+    "orchestrator.rollout.ray.cpus_per_worker": "cluster.worker.cpus",
+    "orchestrator.rollout.ray.address": "cluster.address",
+    "orchestrator.rollout.ray.host": "cluster.host",
+    "orchestrator.rollout.ray.port": "cluster.port",
+}
+_ALONE = "with cluster.roles = [], only rollout workers are placed on the cluster"
+
+
+def moved_to(name: str) -> str:
+    """Where a key is now, as the end of a sentence; empty for any other key.
+
+    Args:
+        name: The full key, with underscores.
+
+    >>> moved_to("orchestrator.rollout.ray.port").partition(";")[0]
+    'is now cluster.port'
+    """
+    now = _MOVED.get(name)
+    return "" if now is None else f"is now {now}; {_ALONE}"
 
 
 def key_elsewhere(key: str) -> str:

@@ -244,9 +244,13 @@ def marked(mark):
 
 
 REFUSED = {
-    "Ray's keys": (
-        ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.port", "80"],
-        "orchestrator.rollout.port is now orchestrator.rollout.ray.port",
+    "the keys of processes": (
+        ["--orchestrator.rollout.backend", "processes", "--orchestrator.rollout.worker-memory-mb", "80"],
+        "orchestrator.rollout.worker_memory_mb is now orchestrator.rollout.processes.worker_memory_mb",
+    ),
+    "the cluster's keys": (
+        ["--orchestrator.rollout.backend", "ray", "--orchestrator.rollout.port", "80"],
+        'unknown key "port" in [orchestrator.rollout]; it belongs to [cluster].',
     ),
     "Ray and isolated": (
         ["--orchestrator.rollout.backend", "ray", *ISOLATED],

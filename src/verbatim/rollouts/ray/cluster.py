@@ -69,9 +69,10 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         ray.init(address or "local", **quiet)
     except Exception as error:  # Ray also raises bare `Exception`s
         where = f'at address = "{address}"' if address else "on this machine"
+        or_here = ', or set cluster.address = "local" to have one started here' if address else ""
         raise UsageError(
             f"no Ray {where}: {error}. Start one with `ray start --head` (and `ray start --address=...` on the other "
-            "hosts), or give no address to have one started here"
+            f"hosts){or_here}"
         ) from error
 
 

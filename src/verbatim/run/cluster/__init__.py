@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Iterator
 
 from verbatim.config.schema import RunConfig
+from verbatim.core.errors import UsageError
 from verbatim.rollouts.ray.cluster import ray_running
 
 
@@ -32,8 +33,31 @@ def connected(config: RunConfig) -> Iterator[list[str]]:
     if config.cluster is None:
         yield []
         return
-    address = config.cluster.address
-    with ray_running(None if address == "local" else address) as ray:
+    with ray_running(_address(config)) as ray:
         from verbatim.run.cluster.placement import check_cluster
 
         yield check_cluster(ray, config)
+
+
+def look_at_cluster(config: RunConfig) -> list[str]:
+    """Lines that describe the placement, or one line that says why the cluster cannot be reached; none without
+    [cluster].
+
+    Raises:
+        UsageError: the cluster cannot hold the run.
+    """
+    if config.cluster is None:
+        return []
+    from verbatim.run.cluster.placement import check_cluster
+
+    with contextlib.ExitStack() as stack:
+        try:
+            ray = stack.enter_context(ray_running(_address(config)))
+        except UsageError as error:
+            return [f"cluster     not checked: {' '.join(str(error).split())}"]
+        return check_cluster(ray, config)
+
+
+def _address(config: RunConfig) -> str | None:
+    assert config.cluster is not None
+    return None if config.cluster.address == "local" else config.cluster.address

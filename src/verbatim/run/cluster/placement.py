@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,9 @@ def check_cluster(ray: Any, config: RunConfig) -> list[str]:
     parts = parts_of(config, has_gpus=any(node.resources["GPU"] for node in nodes))
     _refuse_unequal(config)
     totals = {name: sum(node.resources[name] for node in nodes) for name in ("CPU", "GPU")}
-    has = f"{len(nodes)} nodes with {totals['CPU']:g} CPUs and {totals['GPU']:g} GPUs together"
+    has = f"{len(nodes)} node{'s' * (len(nodes) != 1)} with {totals['CPU']:g} CPUs and {totals['GPU']:g} GPUs together"
     free = [dict(node.resources) for node in nodes]
-    for part in parts:
+    for part in _bundles(config, parts):
         for number in range(part.count):
             if (fits := _first_with_room(free, part, number)) is None:
                 largest = max(nodes, key=lambda node: (node.resources["GPU"], node.resources["CPU"]))
@@ -150,7 +150,8 @@ def check_cluster(ray: Any, config: RunConfig) -> list[str]:
             for name, amount in part.each.items():
                 free[fits][name] -= amount
     lines = [f"cluster     {has}", *(f"cluster     {part}" for part in parts)]
-    if config.cluster.transfer == "object_store" and (needed := store_bytes(config)) is not None:
+    ships = config.cluster.roles and config.cluster.transfer == "object_store"
+    if ships and (needed := store_bytes(config)) is not None:
         smallest = min(nodes, key=lambda node: node.object_store)
         if smallest.object_store < needed:
             raise UsageError(
@@ -164,6 +165,17 @@ def check_cluster(ray: Any, config: RunConfig) -> list[str]:
             f"{smallest.object_store / 1e9:.3g} GB"
         )
     return lines
+
+
+def _bundles(config: RunConfig, parts: Sequence[Part]) -> list[Part]:
+    """The parts by what is reserved: a trainer rank and a replica that take turns share one bundle, because Ray assigns
+    a whole GPU to one bundle."""
+    are_both_placed = {"cluster.trainer", "cluster.sampler"} <= {part.key for part in parts}
+    if not (are_both_placed and inference_settings(config).shares_device):
+        return [*parts]
+    trainer, sampler, *rest = parts
+    both = {name: trainer.each[name] + sampler.each[name] for name in ("CPU", "GPU")}
+    return [replace(trainer, name="trainer rank with its replica", each=both), *rest]
 
 
 def _first_with_room(free: Sequence[Mapping[str, float]], part: Part, number: int) -> int | None:
@@ -253,19 +265,16 @@ class Reserved:
 
 
 def reserve(ray: Any, config: RunConfig) -> dict[str, Reserved]:
-    """Reserve what trainer and sampler need, by the key of the part. If they take turns on one device, they share a
-    bundle, because Ray assigns a whole GPU to one bundle.
+    """Reserve what trainer and sampler need, by the key of the part.
 
     Raises:
         UsageError: other jobs use the resources.
     """
     has_gpus = any(node.resources["GPU"] for node in nodes_of(ray))
     parts = [part for part in parts_of(config, has_gpus=has_gpus) if part.name != "rollout worker"]
-    if inference_settings(config).shares_device and len(parts) == 2:
-        both = {name: sum(part.each[name] for part in parts) for name in ("CPU", "GPU")}
-        group = _reserve(ray, parts[0], [both])
-        return {part.key: Reserved(group=group, each=part.each) for part in parts}
-    return {part.key: Reserved(group=_reserve(ray, part, [part.each] * part.count), each=part.each) for part in parts}
+    groups = {part.key: _reserve(ray, part, [part.each] * part.count) for part in _bundles(config, parts)}
+    shared = groups.get("cluster.trainer")
+    return {part.key: Reserved(group=groups.get(part.key, shared), each=part.each) for part in parts}
 
 
 def _reserve(ray: Any, part: Part, bundles: Sequence[Resources]) -> Any:
