@@ -20,32 +20,30 @@ class NodeResources(Section):
 
 
 class ClusterConfig(Section):
-    """Run on a Ray cluster: trainer ranks, sampler replicas and rollout workers are placed on its nodes; the
-    orchestrator is the command itself. Without this table, a run uses one machine."""
+    """A Ray cluster, on whose nodes trainer ranks, sampler replicas and rollout workers are placed; the orchestrator is
+    the command itself."""
 
     backend: Literal["ray"] = "ray"
     """The cluster's software."""
     address: str = "auto"
-    """The cluster: "auto" for the one that this machine belongs to, an address such as "10.0.0.1:6379", or "local" to
-    start one on this machine, which ends with the run."""
+    """"auto": the cluster that this machine belongs to; an address such as "10.0.0.1:6379"; or "local": one that is
+    started on this machine and ends with the run."""
     roles: tuple[Literal["trainer", "sampler"], ...] = ("trainer", "sampler")
-    """The parts placed on the cluster; a part that is not listed runs on this machine. Rollout workers are on the
-    cluster if orchestrator.rollout.backend = "ray"."""
+    """The parts placed on the cluster; others run on this machine. Rollout workers are on the cluster if
+    orchestrator.rollout.backend = "ray"."""
     replicas: PositiveInt = 1
-    """Number of embedded engines (inference.backend = "torch"). For vLLM it is inference.vllm.replicas."""
+    """Number of embedded engines; for vLLM, see inference.vllm.replicas."""
     trainer: NodeResources = NodeResources()
-    """Resources of each trainer rank. Ranks are packed onto as few nodes as possible."""
+    """Resources of each trainer rank."""
     sampler: NodeResources = NodeResources()
-    """Resources of each replica. Replicas are spread over the nodes; one replica has all of its devices on one node."""
+    """Resources of each sampler replica."""
     worker: NodeResources = NodeResources(gpus=0.0)
-    """Resources of each rollout worker. Workers are spread over the nodes."""
+    """Resources of each rollout worker."""
     transfer: Literal["object_store", "folder"] = "object_store"
-    """How batches, weights and checkpoints reach other nodes: through Ray's object store, or through the run folder if
-    all nodes have it at the same path. With inference.vllm.weight_transfer = "nccl" or "gloo", the trainer sends the
-    weights themselves."""
+    """How batches, weights and checkpoints reach other nodes: through Ray's object store, or through the run folder,
+    which all nodes then have at the same path."""
     max_trainer_restarts: NonNegativeInt = 3
-    """How often a run may lose trainer ranks. All ranks then restart from the newest checkpoint and train again on the
-    batches since."""
+    """How often lost trainer ranks are replaced."""
     start_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds within which a process must start on the cluster."""
     host: str | None = None

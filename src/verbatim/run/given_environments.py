@@ -132,6 +132,10 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
                 else (f'orchestrator.rollout.backend = "{orchestrator.rollout.backend}"')
             )
             raise ConfigError(_only_here(where, name, f"{key} creates it again in worker processes"))
+    if config.cluster is not None and config.cluster.roles:
+        raise ConfigError(
+            _only_here(where, used[0][1], "[cluster] starts processes that read the configuration again; leave it out")
+        )
     if config.trainer.separate_process and "separate_process" in config.trainer.model_fields_set:
         raise ConfigError(
             _only_here(

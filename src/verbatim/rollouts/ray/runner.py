@@ -28,8 +28,7 @@ from verbatim.rollouts.workers.worker import CannotBeSent, WorkerContext, Worker
 
 
 class RaySettings(BackendSettings):
-    """[orchestrator.rollout.ray] has no keys: [cluster] describes the cluster. Without that table, Ray is started on
-    this machine."""
+    """See [cluster]."""
 
     def check(self) -> None:
         """Check that Ray is installed."""
