@@ -51,6 +51,7 @@ def document() -> str:
     for path, section, _ in found:
         homes.setdefault(section, path)
     shown = [place for place in _sections(schema, "", is_list=False) if homes[place[1]] == place[0]]
+    shown = [place for place in shown if place[1].model_fields]
     parts += [_section(*place, homes) for place in shown]
     parts += [_components(*entry) for entry in COMPONENTS]
     return "\n".join(parts).rstrip() + "\n"
@@ -83,9 +84,17 @@ def _prominence(path: str) -> tuple[bool, int, str]:
 def _section(path: str, section: type[BaseModel], is_list: bool, homes: Mapping[type[BaseModel], str]) -> str:
     name = f"[[{path}]]" if is_list else f"[{path}]"
     lines = [f"## {code(name)}" if path else "## Top level", "", cell(_sentence(section.__doc__)), ""]
-    rows = [[code(key), *_row(field, homes)] for key, field in section.model_fields.items()]
-    lines.append(table(["key", "type", "default", "meaning"], rows) if rows else "It has no keys.")
+    fields = {key: field for key, field in section.model_fields.items() if not _is_without_keys(field)}
+    lines.append(
+        table(["key", "type", "default", "meaning"], [[code(key), *_row(field, homes)] for key, field in fields.items()])
+    )
     return "\n".join([*lines, ""])
+
+
+def _is_without_keys(field: FieldInfo) -> bool:
+    """True for the table of a backend that has no settings."""
+    inner, _ = _record(field.annotation)
+    return inner is not None and not issubclass(inner, ComponentConfig) and not inner.model_fields
 
 
 def _row(field: FieldInfo, homes: Mapping[type[BaseModel], str]) -> list[str]:

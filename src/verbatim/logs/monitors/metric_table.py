@@ -130,9 +130,9 @@ _GROUPS: Mapping[str, tuple[Metric, ...]] = {
         Metric("seconds", "seconds", "time that the trainer spent on the batch"),
         Metric("tokens_per_second", "tokens per second", "tokens that the trainer computed per second"),
         Metric("policy_version", "", "policy version of the published weights"),
-        Metric("trainer/restarts", "restarts", "on a cluster: how often lost ranks were replaced so far",
+        Metric("trainer/restarts", "restarts", "restarts after lost ranks",
                see="operations.md#on-a-ray-cluster"),
-        Metric("trainer/replayed_batches", "batches", "batches trained again before this one, after a restart"),
+        Metric("trainer/replayed_batches", "batches", "batches trained again in this step"),
         Metric("router/replayed", "share", "with recorded routing: trained tokens that are predicted from a token with "
                "recorded experts", see="experts.md#recorded-routing"),
         Metric("router/aux_loss", "", "the load-balancing loss, before its coefficient",
