@@ -15,8 +15,7 @@ class NodeResources(Section):
     cpus: NonNegativeFloat = 1.0
     """CPUs."""
     gpus: NonNegativeFloat | None = None
-    """GPUs. Default: those that the process computes on, if the cluster has GPUs; a trainer rank and a colocated
-    sampler have half of one each."""
+    """GPUs. Default: those that it computes on, if the cluster has any; half of one under colocate."""
 
 
 class ClusterConfig(Section):
