@@ -22,9 +22,8 @@ class TorchSettings(ServerSettings):
     device: str = "auto"
     """Device that the engine computes on; "auto" uses CUDA if available."""
     kernel: Literal["auto", "torch", "compiled"] = "auto"
-    """Implementation of the forward passes. "compiled" is a kernel that the machine's C compiler builds once, in
-    seconds, for models like Llama and Qwen3 on a CPU; "torch" is PyTorch; "auto" uses the kernel if it can be built and
-    supports the model, otherwise PyTorch."""
+    """Implementation of the forward passes. "compiled" is a C kernel for models like Llama and Qwen3 on a CPU; "torch"
+    is PyTorch; "auto" uses the kernel if it can be built and supports the model."""
     deterministic: bool = False
     """True to give the same ids and logprobs, bit for bit, for the same request, seed and weights, regardless of the
     rest of the batch."""
@@ -35,8 +34,8 @@ class TorchSettings(ServerSettings):
     machine too, otherwise all cores."""
 
     weight_transfer: Literal["auto", "files", "http"] = "auto"
-    """How new weights reach the servers in `urls`: "files" reads the published folder, which a server's host must have
-    at the same path; "http" uploads it to the server's host first. "auto" is "files"."""
+    """How new weights reach the servers in `urls`: "files" reads the published folder, at the same path there; "http"
+    uploads it first. "auto" is "files"."""
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:

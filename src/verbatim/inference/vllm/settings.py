@@ -64,9 +64,9 @@ class VllmSettings(ServerSettings):
     env: dict[str, str] = Field(default={})
     """Additional environment variables of the server, such as {VLLM_CPU_KVCACHE_SPACE = "1"}."""
     weight_transfer: WeightTransfer = "auto"
-    """How new weights reach a server: "files" reads the published folder, which the server's host must have at the same
-    path; "http" uploads it to the server's host first; "nccl" broadcasts the trainer's tensors from device to device,
-    and "gloo" from host memory to host memory. "auto" is "files"."""
+    """How new weights reach a server: "files" reads the published folder, at the same path on the server's host; "http"
+    uploads it first; "nccl" broadcasts the trainer's tensors between devices, "gloo" between host memories. "auto" is
+    "files"."""
     transfer_address: str | None = None
     """With "nccl" and "gloo": the address at which the servers reach the trainer's host. By default, this is the host's
     address on the route to the servers."""
