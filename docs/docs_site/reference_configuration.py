@@ -85,9 +85,8 @@ def _section(path: str, section: type[BaseModel], is_list: bool, homes: Mapping[
     name = f"[[{path}]]" if is_list else f"[{path}]"
     lines = [f"## {code(name)}" if path else "## Top level", "", cell(_sentence(section.__doc__)), ""]
     fields = {key: field for key, field in section.model_fields.items() if not _is_without_keys(field)}
-    lines.append(
-        table(["key", "type", "default", "meaning"], [[code(key), *_row(field, homes)] for key, field in fields.items()])
-    )
+    rows = [[code(key), *_row(field, homes)] for key, field in fields.items()]
+    lines.append(table(["key", "type", "default", "meaning"], rows))
     return "\n".join([*lines, ""])
 
 

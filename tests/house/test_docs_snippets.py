@@ -26,6 +26,7 @@ from verbatim.config.recipe_files import recipes
 from verbatim.core.errors import ConfigError, UsageError
 from verbatim.core.formats import FORMATS
 from verbatim.run.tables import component_tables
+from waiting import wait_until
 
 LANGUAGES = ("", "python", "toml", "json", "bash", "console", "text", "yaml", "ini")
 """Blocks without a language hold commands, or a picture in characters; those of `text` hold no code that is run."""
@@ -138,7 +139,7 @@ def commands() -> list[tuple[str, str, bool]]:
         spans = re.findall(r"`([^`]+)`", prose)
         spans = [" ".join(span.split()) for span in spans]
         found += [(page.name, span, False) for span in spans if re.match(r"(verbatim|make|pip install) ", span)]
-    known = re.compile(r"((\w+=\S+|exec|srun.*|torchrun.*) )*?(verbatim(\.cli)? |make |pip install |python )")
+    known = re.compile(r"((\w+=\S+|exec|srun.*|torchrun.*|ray .*) )*?(verbatim(\.cli)? |make |pip install |python )")
     return [(where, line, whole) for where, line, whole in found if known.match(line)]
 
 
@@ -172,6 +173,8 @@ def test_a_command_that_cannot_be_typed_is_seen(line: str):
 def check_command(line: str, *, whole: bool = True) -> None:
     """A line that calls one of our programs, pip, make or Python. One that stands in the text (`whole=False`) may leave
     out what it is given."""
+    if (script := re.search(r"bash -c '.*exec (.*)'", line)) is not None:
+        line = script[1].replace('"$@"', "")
     words = shlex.split(re.sub(r"\"\$\{\w+\[@\]\}\"|&$|\.\.\.$|> \S+", "", line))
     while words and words[0] not in ("verbatim", "verbatim.cli", "make", "pip", "python"):
         words.pop(0)
@@ -251,20 +254,31 @@ def test_a_batch_script_asks_for_what_slurm_knows(snippet: Snippet):
     assert "#SBATCH" not in script or script == snippet.text
 
 
-def run_bash(snippet: Snippet, folder: Path, programs: Mapping[str, str]) -> list[str]:
-    """What a batch script calls, in order, with doubles of the programs that a cluster has."""
-    calls = folder / "calls"
+def start_bash(snippet: Snippet, folder: Path, programs: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a batch script with doubles of the programs that a cluster has. `folder/calls` has their calls."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     for name, body in programs.items():
         path = bin_folder / name
-        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {calls}\n{body}\n')
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {folder / "calls"}\n{body}\n')
         path.chmod(0o755)
-    text = snippet.text.replace("/shared/runs", str(folder / "runs"))
-    env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return sorted(calls.read_text().splitlines())
+    script = folder / "script"
+    script.write_text(snippet.text.replace("/shared/runs", str(folder / "runs")))
+    slurm = {"JOB_NODELIST": "n[1-3]", "JOB_ID": "7", "NNODES": "3", "CPUS_PER_TASK": "64", "GPUS_ON_NODE": "8"}
+    env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "TMPDIR": str(folder), **{f"SLURM_{k}": v for k, v in slurm.items()}}
+    return subprocess.Popen(["bash", str(script)], env=env, stderr=subprocess.PIPE, text=True)
+
+
+def calls_of(folder: Path) -> list[str]:
+    return sorted((folder / "calls").read_text().splitlines())
+
+
+def run_bash(snippet: Snippet, folder: Path, programs: Mapping[str, str]) -> list[str]:
+    """What a batch script calls, sorted."""
+    running = start_bash(snippet, folder, programs)
+    _, said = running.communicate()
+    assert running.returncode == 0, said
+    return calls_of(folder)
 
 
 def batch_script(name: str) -> Snippet:
@@ -286,22 +300,67 @@ def test_the_script_for_one_node_begins_a_run_and_goes_on(tmp_path: Path):
     ]
 
 
+# On the first node, symmetric-run starts Ray's head and runs the command; on the others it returns when the head ends.
+ON_A_CLUSTER = {
+    "scontrol": "[ $1 = show ] && printf 'n1\\nn2\\nn3\\n' || true",
+    "srun": '"$@"',
+    "ray": 'while [ "$1" != -- ]; do shift; done; shift; "$@"',
+}
+
+
 @pytest.mark.realtime
-def test_the_script_for_three_nodes_gives_each_its_role(tmp_path: Path):
-    calls = run_bash(
+def test_the_script_for_three_nodes_runs_one_command_on_a_cluster(tmp_path: Path):
+    script = batch_script("three_nodes.sbatch")
+    calls = run_bash(script, tmp_path, {**ON_A_CLUSTER, "verbatim": ""})
+    assert f"verbatim rl run.toml --run-dir {tmp_path}/runs/one" in calls
+    (started,) = [call for call in calls if call.startswith("ray ")]
+    assert started.startswith(
+        "ray symmetric-run --address n1:6379 --min-nodes 3 --num-cpus 64 --num-gpus 8 -- bash -c "
+    )
+    assert not [call for call in calls if "requeue" in call]
+    then = tmp_path / "then"
+    (then / "runs" / "one").mkdir(parents=True)
+    (then / "runs" / "one" / "config.toml").touch()
+    assert f"verbatim rl run.toml --resume {then}/runs/one" in run_bash(script, then, {**ON_A_CLUSTER, "verbatim": ""})
+
+
+@pytest.mark.realtime
+def test_the_end_of_slurms_time_reaches_the_command_alone_and_the_job_is_queued_again(tmp_path: Path):
+    """The double of `verbatim` writes its checkpoint when it is told to end; Ray would not survive the signal."""
+    waits = "trap 'echo checkpoint >> $0.calls; exit 130' TERM; touch $0.waits; while true; do sleep 0.05; done"
+    lives = "trap 'echo dead >> $0.calls; exit 143' TERM; "
+    running = start_bash(
         batch_script("three_nodes.sbatch"),
         tmp_path,
-        {"verbatim": "", "srun": "", "scancel": "", "scontrol": "printf 'n1\\nn2\\nn3\\n'", "openssl": "echo abc"},
+        {**ON_A_CLUSTER, "ray": lives + ON_A_CLUSTER["ray"], "verbatim": waits},
     )
-    (orchestrator,) = [call for call in calls if call.startswith("verbatim orchestrator")]
-    urls = json.loads(orchestrator.partition("--inference.vllm.urls ")[2].partition("] ")[0] + "]")
-    assert urls == [f"http://n1:{port}" for port in range(8000, 8008)]
-    inference, trainer = [call for call in calls if call.startswith("srun")]
-    assert "--nodelist=n1 verbatim inference run.toml" in inference
-    assert "--nodelist=n2,n3 torchrun" in trainer and "--rdzv-endpoint n2:29500" in trainer
-    options = orchestrator.partition("run.toml ")[2]
-    assert trainer.endswith(f"verbatim.cli trainer run.toml {options}")  # both must have the same
-    assert "scancel --signal=TERM 7" in calls
+    wait_until(lambda: (tmp_path / "bin" / "verbatim.waits").exists() or running.poll() is not None)
+    running.terminate()
+    _, said = running.communicate()
+    assert running.returncode == 143, said  # of the `wait` that the signal interrupted
+    assert (tmp_path / "bin" / "verbatim.calls").read_text() == "checkpoint\n"
+    assert not (tmp_path / "bin" / "ray.calls").exists()
+    assert "scontrol requeue 7" in calls_of(tmp_path)
+
+
+@pytest.mark.extras
+def test_ray_knows_what_the_documentation_types():
+    from ray.dashboard.modules.job.cli import submit
+    from ray.scripts.scripts import start
+    from ray.scripts.symmetric_run import symmetric_run
+
+    commands = {"start": start, "symmetric-run": symmetric_run, "job submit": submit}
+    options = {name: {option for p in command.params for option in p.opts} for name, command in commands.items()}
+    options["symmetric-run"] |= options["start"] - {"--head", "--node-ip-address", "--port", "--block"}
+    found = {}
+    for page in PAGES:
+        for line in lines_of(page.read_text("utf-8")):
+            called = re.search(r"\bray (start|symmetric-run|job submit) (--.*)", line)
+            if called is not None:
+                typed = re.findall(r"--[a-z-]+", called[2].partition(" -- ")[0])
+                found.setdefault(called[1], set()).update(typed)
+    assert {name: typed - options[name] for name, typed in found.items() if typed - options[name]} == {}
+    assert found.keys() == commands.keys()
 
 
 # ---- manifests and other formats
