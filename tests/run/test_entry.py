@@ -279,6 +279,7 @@ def test_an_environment_that_is_an_object_stays_in_this_process(place, model):
     [
         ({"orchestrator.rollout.backend": "processes"}, "creates it again in worker processes"),
         ({"trainer.separate_process": True}, "leave that key out"),
+        ({"cluster.address": "local"}, "[cluster] starts processes that read the configuration again; leave it out"),
     ],
 )
 def test_an_object_cannot_go_to_another_process(place, model, settings, expected):
