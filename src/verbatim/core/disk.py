@@ -233,8 +233,8 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise UsageError(
-            f"{path} is a link, which is not followed: its target is not part of the run. Put the target "
-            "in its place, or name the target itself"
+            f"{path} is a link, which is not followed: its target is not part of the run. Replace the "
+            "link with its target, or name the target itself"
         )
 
 

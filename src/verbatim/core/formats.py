@@ -77,6 +77,6 @@ def _check(kind: str, found: Any, where: object) -> None:
         who = "version or program" if number is None else "version"
         raise FormatError(
             f"{where} has {has}; this version of Verbatim reads format {FORMATS[kind]} of {kind}. Another {who} "
-            "wrote the file: read it with that one",
+            f"wrote the file: read the file with that {who}",
             number,
         )

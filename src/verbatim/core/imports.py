@@ -176,7 +176,7 @@ def _remembered(stored: Path) -> list[str]:
         raise UsageError(
             f"{stored} is damaged{why}: expected the folders that hold the run's modules, "
             '{"format": 1, "folders": ["/home/me/tasks"]}; correct it, or remove it and run the command in '
-            "that folder"
+            "the folder that holds the modules"
         )
     return folders
 

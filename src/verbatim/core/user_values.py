@@ -170,7 +170,7 @@ class _Look:
         for written in filter(None, map(self._written, others)):
             if written in texts:
                 raise _ValueRefused(
-                    f"two keys {_place(path)} are written {written!r:.40}; expected keys that differ as texts"
+                    f"two keys {_place(path)} have the same text {written!r:.40}; expected keys that differ as texts"
                 )
             texts.add(written)
         return values, characters, levels + 1

@@ -205,8 +205,8 @@ def load_base_of(adapter: Adapter, **how: Any) -> Any:
         return load_model(adapter.base, **how)
     except ModelError as error:
         raise ModelError(
-            f"{error}. It is the base model that {adapter.folder / ADAPTER_CONFIG} names; if it was "
-            "moved, change base_model_name_or_path there"
+            f"{error}. {adapter.folder / ADAPTER_CONFIG} names this base model; if the model was moved, change "
+            "base_model_name_or_path in that file"
         ) from error
 
 

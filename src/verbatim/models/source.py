@@ -119,7 +119,7 @@ def _on_hub(name: str) -> str:
         url = hf_hub_url(name, "config.json")
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise ModelError(f"{taken}, which it cannot be: {error}") from None
+        raise ModelError(f"{taken}; but {name!r} is not a valid hub id: {error}") from None
     reason = ""
     for number, seconds in enumerate(_TIMEOUTS):
         if number:

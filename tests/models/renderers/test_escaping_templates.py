@@ -71,7 +71,7 @@ def test_a_template_that_completes_a_control_token_around_a_field_is_refused_and
 
 
 def test_a_template_that_would_show_the_marks_of_the_guard_is_refused():
-    with pytest.raises(ModelError, match="takes text apart within the marks"):
+    with pytest.raises(ModelError, match="splits the escape marks"):
         renderer_of("{{ m.content }}{{ (m.name or '') | reverse }}")
 
 

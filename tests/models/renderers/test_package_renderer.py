@@ -224,7 +224,7 @@ def test_arguments_whose_json_text_is_nested_too_deeply_are_refused(qwen3, templ
 @pytest.mark.parametrize(
     "messages, said",
     [
-        ([], "writes no conversation without messages"),
+        ([], "cannot write a conversation without messages"),
         ("hi", "the messages are of type str"),
         ([ASK, {"content": "x"}], 'message 1 has no role; expected "role"'),
         ([{**ASK, "more": {("a", 1): 2}}], "message 0 holds a key of type tuple"),

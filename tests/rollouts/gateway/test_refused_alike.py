@@ -168,7 +168,7 @@ async def test_a_tool_that_cannot_be_called_is_refused_by_its_name(server):
             }.get(route, {"name": "get weather", "input_schema": schema})
             status, _, answer = await post(route, json.dumps(body_of(route, tools=[tool])).encode())
             assert (status, error_of(route, answer)["type"]) == (400, ERROR_TYPE)
-            assert "no call of the tool 'get weather' that could be read back" in error_of(route, answer)["message"]
+            assert "a call of the tool 'get weather' could not be read back" in error_of(route, answer)["message"]
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -178,8 +178,8 @@ def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, 
     assert fault is None or strategy not in STRATEGIES, f"{strategy} {fault}"
     if fault is not None:
         raise ComponentError(
-            f"trajectory strategy {strategy} {fault}; expected lists of turn indices with each of 0 to {len(kept) - 1} "
-            "in one list, in which the prompt of each turn extends the turn before it"
+            f"trajectory strategy {strategy} {fault}; expected lists of turn indices: each index from 0 to "
+            f"{len(kept) - 1} in exactly one list, and the prompt of each turn extends the turn before it in its list"
         )
 
 

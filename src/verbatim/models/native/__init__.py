@@ -221,8 +221,8 @@ def library_folder() -> Path:
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         logger.warning(
-            "compiled libraries are not cached: %s, so others could put code there that would run as you. Set "
-            "XDG_CACHE_HOME to another folder, or make that one writable for you alone",
+            "compiled libraries are not cached: %s, so others could put code there that would run as you. Make that "
+            "folder writable for you alone, or set XDG_CACHE_HOME to another folder",
             found,
         )
         return Path(_own_folder().name)

@@ -149,8 +149,8 @@ class CallIds:
             first = messages[unknown[0]]
             if len(unknown) > 1 or len(left) > 1:
                 raise EnvironmentFault(
-                    f"message {place + unknown[0]} has tool_call_id = {_named(first)!r}, which no call of the turn "
-                    f"before it has; expected one of {', '.join(given[k] for k in left)}"
+                    f"message {place + unknown[0]} has tool_call_id = {_named(first)!r}, which is not the id of a "
+                    f"call in the turn before it; expected one of {', '.join(given[k] for k in left)}"
                 )
             found[unknown[0]] = _naming(first, own[left[0]])
             return found

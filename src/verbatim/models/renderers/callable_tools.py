@@ -57,14 +57,14 @@ class CallableTools:
                 continue
             if not self._takes(name, _KEY):
                 raise EnvironmentFault(
-                    f"tools[{place}]: {self._who} writes no call of the tool {name!r:.80} that could be read back; "
+                    f"tools[{place}]: a call of the tool {name!r:.80} could not be read back as {self._who} writes it; "
                     f"expected a name of letters, digits and _, such as {_plain(name)!r}"
                 )
             for key in _required(function):
                 if not self._takes(NAME, key):
                     raise EnvironmentFault(
-                        f"tools[{place}]: {self._who} writes no call of the tool {name!r:.80} with its parameter "
-                        f"{key!r:.80} that could be read back; expected a name of letters, digits and _, such as "
+                        f"tools[{place}]: a call of the tool {name!r:.80} with its parameter {key!r:.80} could not be "
+                        f"read back as {self._who} writes it; expected a name of letters, digits and _, such as "
                         f"{_plain(key)!r}"
                     )
 

@@ -54,7 +54,7 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
     ids = _ids(renderer, *_spoken(lambda field: every), True)
     if ids is not None and every not in tokenizer.decode(ids):
         raise ModelError(
-            f'renderer "{renderer.name}" changes the text of a user with this tokenizer; {_instead(renderer)}'
+            f'with this tokenizer, renderer "{renderer.name}" changes the text of users; {_instead(renderer)}'
         )
     bare = [token.strip() for token in tokenizer.control_tokens]
     edges = f"x{''.join(sorted({end for token in bare for end in (token[0], token[-1])}))}x"
@@ -68,8 +68,8 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
         marked = _ids(renderer, *dialogue(lambda field: edges), True)
         if marked is not None and set(BREAK).intersection(tokenizer.decode(marked)):
             raise ModelError(
-                f'renderer "{renderer.name}" takes text apart within the marks that keep it from '
-                f"being a control token; {_instead(renderer)}"
+                f'renderer "{renderer.name}" splits the escape marks that keep text from becoming control '
+                f"tokens; {_instead(renderer)}"
             )
         own = _control_counts(tokenizer, plain)
         for hostile in ({}.fromkeys(_FIELDS, every), *({field: disguised} for field in _FIELDS)):
@@ -79,8 +79,8 @@ def check_escaping(renderer: Renderer, tokenizer: EscapingTokenizer) -> None:
             for number, inside in enumerate(_completions(tokenizer, around, word)):
                 if number == _MOST_COMPLETIONS:
                     raise ModelError(
-                        f'renderer "{renderer.name}" writes text between pieces of special tokens in more '
-                        f"places than can be checked; {_instead(renderer)}"
+                        f'with renderer "{renderer.name}", the text of a message could complete a special token in '
+                        f"more places than can be checked; {_instead(renderer)}"
                     )
                 _compare(renderer, tokenizer, dialogue, {field: inside}, own)
 

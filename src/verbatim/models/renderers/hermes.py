@@ -105,8 +105,8 @@ class HermesFormat:
             found = next((i for i, message in enumerate(written) if message["role"] == "user"), None)
             if found is None:
                 raise EnvironmentFault(
-                    'tools = "hermes" writes the tools into the first user\'s message, since the '
-                    "chat template has no system role, and there is no user's message"
+                    'tools = "hermes" writes the tools into the first user message, because the chat template '
+                    "has no system role; but the conversation has no user message"
                 )
             first = found
             texts = [section, written[first].get("content") or ""]
@@ -143,7 +143,7 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
     formats = [HermesFormat(opening=opening, answering="user", plain_tags=plain) for opening in openings]
     showing = [made for made in formats if _shows(render, made)]
     if not showing:
-        raise _no_room("the tools' schemas in a system message or a user's message as they are")
+        raise _no_room("the tools' schemas in a system message or a user message, unchanged")
     # Some templates move the system message to the newest question. With schemas in it, history would be rewritten
     # every turn.
     opening = next((made.opening for made in showing if _keeps(render, made)), showing[0].opening)
@@ -152,7 +152,7 @@ def fit(render: Render, control_tokens: Collection[str] = ()) -> HermesFormat:
         made = HermesFormat(opening=opening, answering=answering, plain_tags=plain)
         if _answers(render, made):
             return made
-    raise _no_room("a call in an assistant's message and its answer in a tool's or a user's message as they are")
+    raise _no_room("a call in an assistant message together with its result in a tool or user message, unchanged")
 
 
 def _shows(render: Render, made: HermesFormat) -> bool:

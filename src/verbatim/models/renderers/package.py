@@ -111,7 +111,7 @@ class PackageRenderer(ContinuingRenderer):
         """
         if not messages:
             raise EnvironmentFault(
-                f'renderer "{self.name}" writes no conversation without messages; expected at least one'
+                f'renderer "{self.name}" cannot write a conversation without messages; expected at least one'
             )
         key = repr((messages, tools, add_generation_prompt))  # messages are dicts, which cannot be keys themselves
         ids = self._rendered.get(key)

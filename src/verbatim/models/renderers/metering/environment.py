@@ -128,7 +128,7 @@ def metered_environment() -> MeteredEnvironment:
 
     def strftime_now(format: str) -> Any:
         if len(format) > _LONGEST_DATE_FORMAT or any(character.isdigit() for character in format):
-            raise Overrun("it writes a date of any length")
+            raise Overrun("its date format is too long, or contains a digit, which can set a width")
         return date(format)
 
     # A namespace's text omits its members, because a namespace may contain itself, and the text would be infinite.
