@@ -196,7 +196,7 @@ async def test_a_fault_of_the_engine_is_an_error_of_its_trajectory_alone(model, 
     assert sorted(t.error is not None for t in trajectories) == [False, False, True]
     (failed,) = [t for t in trajectories if t.error]
     assert failed.stop_reason is StopReason.API_ERROR
-    assert failed.error == "sampler: request 0 fails, as scripted"
+    assert failed.error == "sampler: request 0 fails: the script says so"
 
 
 @in_one_loop
@@ -323,7 +323,7 @@ def test_a_trace_that_holds_what_was_served_is_accepted():
         ([USER, SAID], [TURN, TURN], "1 of 2 served completions are in no trace"),
         ([USER, SAID], [], "1 sampled messages"),
         ([USER], [TURN], "1 of 1 served"),
-        ([USER, {**SAID, "mask": [True, False, True]}], [TURN], "not at its end"),
+        ([USER, {**SAID, "mask": [True, False, True]}], [TURN], "not all at its end"),
         ([USER, {**SAID, "logprobs": [-0.5]}], [TURN], "one logprob each"),
     ],
 )

@@ -271,7 +271,7 @@ async def test_a_server_that_does_not_answer_is_named(models: dict[str, Path]):
     ("table", "said"),
     [
         ({"urls": ["http://a:1", "http://a:1"]}, "urls: http://a:1 is listed twice"),
-        ({"api_key_env": "SERVERS_KEY"}, "api_key_env: only for the servers in urls"),
+        ({"api_key_env": "SERVERS_KEY"}, "api_key_env applies only to the servers in urls"),
         ({"urls": ["http://a:1"], "weight_transfer": "nccl"}, "weight_transfer"),
     ],
 )

@@ -326,7 +326,7 @@ async def test_a_bad_id_is_refused_naming_its_position():
 async def test_a_fault_of_the_engine_is_one_here_and_is_not_asked_for_again():
     sampler = scripted([[1], [2]], trouble={0: "fail"})
     async with behind_http(sampler) as client:
-        with pytest.raises(SamplerFault, match="request 0 fails, as scripted"):
+        with pytest.raises(SamplerFault, match="request 0 fails: the script says so"):
             await client.generate(request(1))
         assert len(sampler.requests) == 1
         assert (await client.generate(request(1))).ids.tolist() == [2]

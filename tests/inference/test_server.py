@@ -384,7 +384,7 @@ async def test_a_client_that_hangs_up_frees_its_place(path):
 async def test_a_fault_of_the_engine_is_a_500_that_says_so(path):
     async with asking(scripted(trouble={0: "fail"})) as client:
         body = token_body(1) if path == protocol.GENERATE else {"messages": HELLO}
-        assert await refusal(client, path, body, 500) == "sampler_fault: request 0 fails, as scripted"
+        assert await refusal(client, path, body, 500) == "sampler_fault: request 0 fails: the script says so"
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

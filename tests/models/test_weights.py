@@ -226,7 +226,5 @@ def test_an_architecture_that_does_not_save_all_it_has_is_named():
 
 def test_an_architecture_whose_weights_come_back_changed_is_named(monkeypatch):
     monkeypatch.setattr("verbatim.models.round_trip.load_weights", lambda model, folder: None)
-    with pytest.raises(
-        ModelError, match="LlamaForCausalLM cannot take new weights: 21 of its tensors have other values"
-    ):
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot take new weights: 21 of its tensors have other"):
         check_round_trip(made("llama"))

@@ -332,7 +332,7 @@ def test_logprobs_of_another_distribution_are_missing(temperature: float, proces
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"prompt_token_ids": None}, "turn 0: the answer has no prompt_token_ids; expected a server"),
+        ({"prompt_token_ids": None}, "turn 0: the answer has no prompt_token_ids; use a server"),
         ({"prompt_token_ids": [-1]}, "record: trajectory '0-0', turn 0: prompt_ids"),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_judge_that_fails_fails_the_episode_which_has_no_reward_and_says_what_
         ({"model": "m", "base_url": "localhost:8000"}, "expected an address such as"),
         (
             {"model": "m", "base_url": "http://x", "criteria": {}},
-            "expected a table of names and what earns the full grade under each",
+            "expected a table from the name of each criterion to what earns its full grade",
         ),
         ({"model": "m", "base_url": "http://x", "weights": {"good": 1.0}}, "expected a number for each of quality"),
         ({"model": "m", "base_url": "http://x", "price": {"in": 1.0}}, "expected the price of a million tokens"),

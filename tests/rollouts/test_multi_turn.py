@@ -273,7 +273,7 @@ def test_a_trajectory_that_fails_is_returned_with_its_error_and_the_others_as_if
     sampler.trouble = lambda index, request: "fail" if "3 4" in last_text(request) else None
     results = rollout(texts)
     assert [r["stop_reason"] for r in results] == ["stop", "api_error", "stop"]
-    assert results[1].error == "sampler: request 1 fails, as scripted"
+    assert results[1].error == "sampler: request 1 fails: the script says so"
     for place in (0, 2):
         assert results[place]["input_ids"] == expected[place]["input_ids"]
 

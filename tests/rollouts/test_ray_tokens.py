@@ -93,7 +93,7 @@ async def test_tokens_that_come_after_the_end_of_an_episode_are_refused_as_every
 
 async def test_only_the_run_itself_changes_the_weights(tmp_path):
     sampler, engine = counted()
-    with pytest.raises(SamplerFault, match="loads its weights itself"):
+    with pytest.raises(SamplerFault, match="only the run updates weights"):
         await sampler.update_weights(tmp_path, 1)
     await sampler.close()
     assert engine.updates == []

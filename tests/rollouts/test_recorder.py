@@ -100,8 +100,8 @@ def test_a_prompt_that_is_said_to_be_bridged_is_verified():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1, 2, 3], "at position 3 it ends there; turn 0 has 4 tokens"),
-        ([1, 2, 9, 4, 5], "at position 2 it differs from turn 0 there"),
+        ([1, 2, 3], "the prompt ends at position 3; turn 0 has 4 tokens"),
+        ([1, 2, 9, 4, 5], "the prompt differs from turn 0 at position 2"),
     ],
 )
 def test_a_bridge_that_does_not_extend_its_turn_is_refused(prompt, message):

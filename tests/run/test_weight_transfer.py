@@ -122,7 +122,7 @@ def test_a_trainer_on_another_host_that_listens_on_loopback_is_refused():
 
 
 def test_a_transfer_address_without_a_transfer_is_refused(config):
-    with pytest.raises(UsageError, match='only for weight_transfer = "nccl" or "gloo", found "files"'):
+    with pytest.raises(UsageError, match='applies only to weight_transfer = "nccl" or "gloo", found "files"'):
         config("files", 'transfer_address = "10.0.0.1"')
 
 

@@ -357,4 +357,4 @@ def test_what_could_not_be_tried_on_a_small_copy_is_said(monkeypatch, caplog):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 61}
     check_adapters(LlamaConfig(**sizes, num_attention_heads=2), LORA)
     assert "adapted layers of LlamaForCausalLM" in caplog.text
-    assert "was skipped: no small copy of it can be made" in caplog.text
+    assert "compute the same as the sampler's merged weights: no small copy of it can be made" in caplog.text

@@ -45,7 +45,7 @@ class SamplerProxy:
         Raises:
             SamplerFault: on every call.
         """
-        raise SamplerFault("the run loads its weights itself")
+        raise SamplerFault("only the run updates weights")
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
         """Prompt logprobs from the wrapped sampler: float32 [L]; the first is NaN."""

@@ -109,7 +109,7 @@ class ScriptedSampler:
         is known if the call is cancelled."""
         trouble = self.trouble(index, request) if callable(self.trouble) else self.trouble.get(index)
         if trouble == "fail":
-            raise SamplerFault(f"request {index} fails, as scripted")
+            raise SamplerFault(f"request {index} fails: the script says so")
         began = time.perf_counter()
         ids, reason = self._cut(self._look_up(index, request), request)
         if trouble == "hang":
@@ -171,7 +171,7 @@ class ScriptedSampler:
             ModelError: the version is in `failing_updates`. Nothing is changed.
         """
         if version in self.failing_updates:
-            raise ModelError(f"{path} does not fit the model, as scripted")
+            raise ModelError(f"{path} does not fit the model: the script says so")
         self.updates.append((Path(path), version))
         self.policy_version = version
 

@@ -131,8 +131,8 @@ class ChatLoop(EpisodeLoop):
             if self._extra_body.get("return_token_ids") or self.recorder.turns:
                 raise RecordError(
                     f"turn {index}: the answer has no "
-                    f"{'prompt_token_ids' if answer.prompt_ids is None else 'token_ids'}; expected a server with "
-                    "return_token_ids, such as vLLM; or leave it out of extra_body"
+                    f"{'prompt_token_ids' if answer.prompt_ids is None else 'token_ids'}; use a server "
+                    "that supports return_token_ids, such as vLLM, or leave return_token_ids out of extra_body"
                 )
             return index
         if index > len(self.recorder.turns):

@@ -56,8 +56,8 @@ def trajectory_from_messages(
         whole = renderer.render_ids(answered, tools, add_generation_prompt=False)
         if not np.array_equal(whole[: len(plain)], plain):
             raise UsageError(
-                f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently with "
-                "its generation prompt; so its completion cannot be separated from the prompt"
+                f"demonstration {trajectory_id or env!r}: the chat template renders message {index} differently "
+                "after a generation prompt, so the message's completion cannot be separated from its prompt"
             )
         completion = _through_close_token(whole[len(plain) :], renderer.stop_token_ids)
         read = renderer.parse_response(completion, prompt, tools)

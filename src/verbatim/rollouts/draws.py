@@ -124,7 +124,8 @@ class CountingSampler(SamplerProxy):
         found = self._attempts.get(request.session.partition("/")[0])
         if found is None:
             raise SamplerFault(
-                f"no episode has the session {request.session!r:.80}; it has ended, or now runs on another worker"
+                f"no episode has the session {request.session!r:.80}; its episode has ended, or now runs on "
+                "another worker"
             )
         try:
             return await found.draw(self._sampler, request)

@@ -175,5 +175,6 @@ def _check_extends(turn: Turn, earlier: Turn, index: int) -> None:
         return
     length, known = turn.num_prompt_tokens, earlier.path.length
     shared = min(length, turn.path.shared_with(earlier.path))
-    what = f"ends there; turn {index} has {known} tokens" if shared == length else f"differs from turn {index} there"
-    raise RecordError(f"prompt_ids: should extend turn {index}, but at position {shared} it {what}")
+    ends = f"the prompt ends at position {shared}; turn {index} has {known} tokens"
+    what = ends if shared == length else f"the prompt differs from turn {index} at position {shared}"
+    raise RecordError(f"prompt_ids: should extend turn {index}, but {what}")

@@ -316,8 +316,8 @@ def _refuse_other_when_merged(model: Any, config: LoraConfig) -> None:
         merged = tiny_copy(model)
     except NoTinyCopy as error:
         logger.warning(
-            "[trainer.lora]: the check that adapted layers of %s compute what the sampler's merged weights do was "
-            "skipped: %s",
+            "[trainer.lora]: skipped the check that adapted layers of %s compute the same as the sampler's merged "
+            "weights: %s",
             type(model).__name__,
             error,
         )

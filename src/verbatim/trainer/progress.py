@@ -73,7 +73,7 @@ def read_progress(folder: Path, fingerprints: Mapping[str, str]) -> tuple[Traine
         if scored.get(name, digest) != digest:
             raise CheckpointError(
                 f"{path}: the {name} model of this run had other weights; put back the model "
-                "that it was started with, or start a new run"
+                "that the run was started with, or start a new run"
             )
     for name in sorted(scored.keys() ^ fingerprints.keys()):
         if progress.num_optimizer_steps:

@@ -344,7 +344,7 @@ async def test_a_fault_in_a_stream_is_an_error_of_the_protocol(path):
         answer = await plain.post(path, json={**body, "stream": True})
     name, data = events_of(answer.content)[-1]
     assert answer.status_code == 200
-    assert "fails, as scripted" in json.dumps(data)
+    assert "fails: the script says so" in json.dumps(data)
     assert name == {"/v1/chat/completions": None, "/v1/messages": "error", "/v1/responses": "response.failed"}[path]
 
 

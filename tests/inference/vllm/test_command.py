@@ -87,10 +87,10 @@ def test_replicas_have_devices_of_their_own(monkeypatch, settings, visible, expe
     ("settings", "reason"),
     [
         ({"urls": ("http://a:1", "http://a:1")}, "http://a:1 is listed twice"),
-        ({"api_key_env": "KEY"}, "api_key_env: only for the servers in urls"),
+        ({"api_key_env": "KEY"}, "api_key_env applies only to the servers in urls"),
         ({"gpu_memory_utilization": 1.5}, "found 1.5, expected at most 1"),
         ({"replicas": 2, "devices": ("0",)}, "found 1 entries, expected one for each of the 2 replicas"),
-        ({"devices": ("0",), "tensor_parallel_size": 2}, "expected 2 in each entry"),
+        ({"devices": ("0",), "tensor_parallel_size": 2}, "expected 2 devices in each entry"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings, reason):

@@ -204,9 +204,7 @@ def test_an_answer_that_names_no_call_is_bound_where_one_is_left_and_refused_whe
     two = called(("a", "look", {}), ("b", "guess", {}))
     bound = CallIds("named").rewritten([ASK, two, answer("zz", "x"), answer("a", "y")])
     assert [message["tool_call_id"] for message in bound[2:]] == ["functions.guess:1", "functions.look:0"]
-    with pytest.raises(
-        EnvironmentFault, match=r"message 2 has tool_call_id = 'zz', which is not the id .* one of a, b"
-    ):
+    with pytest.raises(EnvironmentFault, match=r"message 2 has tool_call_id = 'zz', which is not .* one of a, b"):
         renderer.render_ids([ASK, two, answer("zz", "x")], TOOLS)
     with pytest.raises(EnvironmentFault, match="message 1 has tool_call_id = 'zz', but no earlier turn makes"):
         renderer.render_ids([ASK, answer("zz", "x")], TOOLS)

@@ -85,8 +85,8 @@ def test_the_refusal_says_what_to_call_it():
     with pytest.raises(EnvironmentFault) as refused:
         renderer_of("family qwen3.5").render_ids([ASK], [*tool("look"), *tool("get weather")])
     assert str(refused.value) == (
-        "tools[1]: a call of the tool 'get weather' could not be read back as renderer \"qwen3.5\" writes it; expected a "
-        "name of letters, digits and _, such as 'get_weather'"
+        "tools[1]: a call of the tool 'get weather' could not be read back as renderer \"qwen3.5\" writes it; expected "
+        "a name of letters, digits and _, such as 'get_weather'"
     )
     with pytest.raises(EnvironmentFault) as refused:
         renderer_of("template lfm2_v2").render_ids([ASK], tool("look", "max-results"))

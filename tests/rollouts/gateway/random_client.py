@@ -308,7 +308,7 @@ class RandomClient:
                 answer = await response.json()
                 if response.status == 200:
                     return answer
-                assert response.status == 500 and "as scripted" in json.dumps(answer), answer
+                assert response.status == 500 and "the script says so" in json.dumps(answer), answer
         raise AssertionError("the sampler never answers")
 
     async def given_up(self, route, data):

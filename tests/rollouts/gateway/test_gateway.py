@@ -544,7 +544,7 @@ async def test_an_answer_makes_up_for_the_samplers_failure_at_its_own_prompt_onl
             await client.say([{"role": "system", "content": "Another agent."}, user("hi")])
             await client.say([SYSTEM, user(retried)])
         failed, well = await kept.finish(reward=1.0), await mended.finish(reward=1.0)
-    assert "fails, as scripted" in failed.error
+    assert "fails: the script says so" in failed.error
     assert well.error is None
 
 
@@ -562,7 +562,7 @@ async def test_a_failure_after_its_client_has_gone_is_no_fault_of_the_episode(ht
         await asyncio.wait([asking])
         await until(lambda: all(task.get_name() != "gateway-exchange" for task in asyncio.all_tasks()))
         trajectory = await episode.finish()
-    assert trajectory.error.startswith("no_turns: " if leaves else "sampler: request 0 fails, as scripted")
+    assert trajectory.error.startswith("no_turns: " if leaves else "sampler: request 0 fails: the script says so")
 
 
 async def test_an_episode_without_a_sampled_token_has_failed_and_has_no_reward(http, gateway):

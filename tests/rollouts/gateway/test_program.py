@@ -385,7 +385,7 @@ class TestReuse:
         assert first.error is None
         for trajectory in others:
             assert re.search(
-                r"program: there was no place for it within \S+ s \(max_processes = 1 with "
+                r"program: no place became free for it within \S+ s \(max_processes = 1 with "
                 r"episodes_per_process = 1\)",
                 trajectory.error,
             )

@@ -89,7 +89,7 @@ async def play(seed, num_requests, num_sessions=8, num_agents=2):
 def check(trajectory, returned, clients):
     """One session against what the sampler returned for it, and what its clients sent and got."""
     # A client may have given up just as the sampler failed.
-    assert trajectory.error is None or (gave_up(clients) and "as scripted" in trajectory.error)
+    assert trajectory.error is None or (gave_up(clients) and "the script says so" in trajectory.error)
     # A completion that was returned just as its client was given up is in no turn, and counted. Of one that a stop
     # string cuts, the turn has the beginning.
     recorded = Counter((t.prompt_ids.tobytes(), t.completion_ids.tobytes()) for t in trajectory.turns)

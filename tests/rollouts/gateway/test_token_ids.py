@@ -133,7 +133,7 @@ async def test_a_failing_sampler_is_an_error_until_the_same_prompt_is_answered(h
         await client.post(ROUTE, body(prompt("ho")))
         trajectory = await episode.finish()
     assert mended is None
-    assert "request 2 fails, as scripted" in trajectory.error
+    assert "request 2 fails: the script says so" in trajectory.error
 
 
 async def test_a_client_that_goes_ends_the_sampling(http):

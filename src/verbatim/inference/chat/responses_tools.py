@@ -85,8 +85,8 @@ class ReadTools:
         else:
             raise BadField(
                 "tools",
-                f"{where}: a tool of type {brief(kind)} is not available here; only functions and "
-                "custom tools, which the client runs, are accepted, and namespaces of them",
+                f"{where}: a tool of type {brief(kind)} is not available here; accepted are functions "
+                "and custom tools, which the client runs, and namespaces of these two",
             )
         own = text_of(shown.get("name"), f"{where}.name")
         within = "" if namespace is None else str(namespace["name"])

@@ -181,6 +181,7 @@ class TorchForward:
         logits = self._model.logits(self._backbone.hidden(zeros + 1, zeros, plan))
         if not bool((logits == logits[0]).all()):
             raise ModelError(
-                f"deterministic sampling: on this machine a pass of {self.num_rows} rows gives other bits in other "
-                "rows; in [inference.torch] use another max_batch_size, num_threads = 1, or deterministic = false"
+                f"deterministic sampling: on this machine, a pass of {self.num_rows} rows does not give bit-identical "
+                "results in every row; in [inference.torch] use another max_batch_size, num_threads = 1, or "
+                "deterministic = false"
             )

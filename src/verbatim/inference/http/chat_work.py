@@ -71,8 +71,8 @@ def read_chat(
         size = text_of_all(part)
         if size > most_text(room):
             raise UsageError(
-                f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)}, "
-                f"{BYTES_OF_A_TOKEN} per token"
+                f"{name}: {size} characters; a context of {room} tokens holds at most {most_text(room)} "
+                f"characters, {BYTES_OF_A_TOKEN} per token"
             )
     ids = _render(renderer, request)
     if len(ids) >= room and not is_count:

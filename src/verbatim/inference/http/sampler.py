@@ -205,7 +205,7 @@ class HttpSampler:
         try:
             rest = completions.read_plain(found[1:] if isinstance(found, list) else found, len(token_ids) - 1)
         except ValueError as error:
-            raise SamplerFault(f"{self.url}: {error} (the first of {len(token_ids)} has none)") from None
+            raise SamplerFault(f"{self.url}: {error} (the first of the {len(token_ids)} ids has no logprob)") from None
         return np.concatenate([np.full(1, np.nan, dtype=np.float32), rest])
 
     async def cached_logprob(self, token_ids: Int32) -> tuple[float, int | None]:

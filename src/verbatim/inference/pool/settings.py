@@ -38,7 +38,8 @@ class ServerSettings(BackendSettings):
             raise ValueError(f"urls: {', '.join(repeated)} is listed twice")
         if self.api_key_env is not None and not self.urls:
             raise ValueError(
-                "api_key_env: only for the servers in urls; servers that the run starts listen only on loopback"
+                "api_key_env applies only to the servers in urls; a server that the run starts needs no key, because "
+                "it listens on loopback only"
             )
         return self
 

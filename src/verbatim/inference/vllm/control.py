@@ -192,7 +192,7 @@ class VllmControl:
         try:
             (first, *_) = status["results"]
             if first.pop("format") != REPORT_FORMAT:
-                raise ValueError(f"another format than {REPORT_FORMAT}")
+                raise ValueError(f"the format of its reports is not {REPORT_FORMAT}")
             # Unknown keys are ignored, because a plug-in may report more than this client reads.
             return ServerFacts(**{key: value for key, value in first.items() if key in ServerFacts.__annotations__})
         except (KeyError, TypeError, ValueError) as error:

@@ -118,7 +118,8 @@ class PublishedFolder:
         ]
         if other:
             raise ModelError(
-                f"{self.path} has tensors that differ from those of the previous weights: {first_of(other, MOST_NAMED)}"
+                f"{self.path}: tensor names or shapes differ from those of the previous weights: "
+                f"{first_of(other, MOST_NAMED)}"
             )
 
     def tensor(self, name: str) -> Tensor:

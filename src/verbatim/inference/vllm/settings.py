@@ -78,8 +78,8 @@ class VllmSettings(ServerSettings):
     def _fits_together(self) -> Self:
         if self.colocate and self.urls:
             raise ValueError(
-                "colocate: only for servers that the run starts; it cannot put those in urls to sleep. Leave out "
-                "colocate, or urls"
+                "colocate works only with servers that the run starts, because the run cannot put the servers in urls "
+                "to sleep. Leave out colocate, or urls"
             )
         if self.colocate and self.broadcast is not None:
             raise ValueError(
@@ -88,16 +88,16 @@ class VllmSettings(ServerSettings):
             )
         if self.transfer_address is not None and self.broadcast is None:
             raise ValueError(
-                f'transfer_address: only for weight_transfer = "nccl" or "gloo", found '
-                f'"{self.weight_transfer}"; leave it out'
+                f'transfer_address applies only to weight_transfer = "nccl" or "gloo", found '
+                f'"{self.weight_transfer}"; leave transfer_address out'
             )
         options = [arg.partition("=")[0] for arg in self.args]
         plain = [option.replace("_", "-") for option in options]  # because vLLM reads --api_key as --api-key
         ours = [o for o, name in zip(options, plain, strict=True) if name in _SET_BY_US or name.startswith("--ssl-")]
         if ours:
             raise ValueError(
-                f"args: leave out {ours[0]}, because the run could not reach a server that has it. "
-                "List servers that you start yourself in urls"
+                f"args: leave out {ours[0]}, because the run could not reach a server with this option. "
+                "If you start servers yourself, list them in urls"
             )
         if self.gpu_memory_utilization is not None and self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization: found {self.gpu_memory_utilization}, expected at most 1")
@@ -107,7 +107,7 @@ class VllmSettings(ServerSettings):
             )
         if self.devices and any(len(entry.split(",")) != self.tensor_parallel_size for entry in self.devices):
             raise ValueError(
-                f"devices: expected {self.tensor_parallel_size} in each entry (tensor_parallel_size), "
+                f"devices: expected {self.tensor_parallel_size} devices in each entry (tensor_parallel_size), "
                 f"found {list(self.devices)}"
             )
         return self
@@ -192,12 +192,12 @@ class VllmSettings(ServerSettings):
         if self.max_model_len is not None and self.max_model_len < context_length:
             raise UsageError(
                 f"max_model_len = {self.max_model_len} is shorter than orchestrator.seq_len = "
-                f"{context_length}; leave it out, or make it at least that"
+                f"{context_length}; leave max_model_len out, or set it to at least {context_length}"
             )
         if self.weight_transfer == "http" and not self.urls:
             raise UsageError(
-                'weight_transfer = "http" is for servers on other hosts, in urls; those that the run '
-                "starts read its folder: leave it out"
+                'weight_transfer = "http" is for servers on other hosts, in urls; servers that the run '
+                "starts read the weights from the run folder: leave weight_transfer out"
             )
         if adapter_rank is not None and self.broadcast is not None:
             raise UsageError(

@@ -37,8 +37,8 @@ class RendererSpec:
         if renderer.stop_token_ids != self.stop_token_ids:
             raise UsageError(
                 f'renderer "{self.name}" ends turns with the ids {renderer.stop_token_ids} on this host, and with '
-                f"{self.stop_token_ids} on the host that sent the renderer; put the model's folder at the same path on both "
-                f"hosts: {self.tokenizer.name_or_path}"
+                f"{self.stop_token_ids} on the host that sent the renderer; put the model's folder at the same path on "
+                f"both hosts: {self.tokenizer.name_or_path}"
             )
         return renderer
 

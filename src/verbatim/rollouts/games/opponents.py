@@ -184,8 +184,8 @@ class _Speaker:
         except EpisodeOver as over:
             if over.message is None:
                 raise EnvironmentFault(
-                    f"{self._name} cannot continue: {over.stop_reason}; set a larger seq_len in its table, or "
-                    "fewer turns for the game"
+                    f"{self._name} cannot continue: {over.stop_reason}; set a larger seq_len in the opponent's "
+                    "table, or fewer turns for the game"
                 ) from over
             # Only this action was cut off, and the game decides what a truncated action is worth. Reset the loop,
             # because it would otherwise refuse the opponent's next action.

@@ -164,8 +164,8 @@ def _check_criteria(criteria: Any, weights: Any) -> None:
     )
     if not fits:
         raise UsageError(
-            f"judge: criteria: found {shown(criteria, 80)}, expected a table of names and what earns the "
-            'full grade under each: criteria = { correct = "The answer is right." }'
+            f"judge: criteria: found {shown(criteria, 80)}, expected a table from the name of each criterion to "
+            'what earns its full grade: criteria = { correct = "The answer is right." }'
         )
     if weights is not None and not (
         isinstance(weights, Mapping)

@@ -93,7 +93,7 @@ class _TimeLimit:
                 yield
         except TimeoutError:
             raise EnvironmentFault(
-                f"program: there was no place for it within {seconds:.3g} s ({why}); raise that limit, or "
+                f"program: no place became free for it within {seconds:.3g} s ({why}); raise this limit, or "
                 "the episode_timeout of the environment"
             ) from None
 

@@ -171,8 +171,8 @@ def _name_of_tokenizer(loop: AgentLoop) -> str:
     name = getattr(getattr(renderer_spec(loop.renderer), "tokenizer", None), "name_or_path", "")
     if not name:
         raise EnvironmentFault(
-            "verifiers loads the tokenizer from a folder or hub id, and this run's has none; "
-            "set args.tokenizer to the model's folder"
+            "verifiers loads the tokenizer from a folder or hub id, and this run's tokenizer has "
+            "neither; set args.tokenizer to the model's folder"
         )
     return str(name)
 

@@ -71,8 +71,8 @@ def _sampled(trace: Any) -> Iterator[Served]:
         count = sum(node.mask)
         if node.mask != [False] * (len(node.mask) - count) + [True] * count or len(node.logprobs) != count:
             raise EnvironmentFault(
-                f"verifiers' trace has a message with {count} sampled ids that are not at its end, "
-                f"or not with one logprob each ({len(node.logprobs)})"
+                f"verifiers' trace has a message whose {count} sampled ids are not all at its end, "
+                f"or do not have one logprob each (found {len(node.logprobs)} logprobs)"
             )
         split = len(node.token_ids) - count
         before, parent = [node.token_ids[:split]], node.parent
