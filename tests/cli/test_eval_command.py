@@ -486,8 +486,8 @@ def test_history_is_a_key_of_the_renderer(place: Path, monkeypatch, typed: str |
     [
         (["--episodes-per-example", "0"], "'0': expected a whole number of at least 1"),
         (["--k", "1,x"], "'x': expected a whole number of at least 1"),
-        (["--price", "1"], "expected two prices per million tokens"),
-        (["--price", "good=1,-2"], "expected two prices per million tokens"),
+        (["--price", "1"], "expected the prices of a million prompt and completion tokens"),
+        (["--price", "good=1,-2"], "expected the prices of a million prompt and completion tokens"),
         (["--extra-body", "[]"], "is not a JSON object"),
         (["--report", "."], "is a folder; name a file"),
         (["--history", "template"], "--history is for weights that are sampled here"),

@@ -123,13 +123,13 @@ def test_intervals_count_from_the_first_step_of_the_run(place):
 )
 def test_evaluations_of_other_episodes_are_not_compared_with_those_before(place, caplog, key, value, named):
     run = resumed(place, f"eval-{key}", f"--orchestrator.eval.{key}", value)
-    assert f"evaluations play other episodes since {named} changed" in caplog.text
+    assert f"{named} changed, so evaluations now play different episodes" in caplog.text
     assert read_json(run / "summary.json")["best"]["step"] == STEPS + 2
 
 
 def test_other_arguments_of_the_evaluated_environment_are_other_episodes(place, caplog):
     resumed(place, "eval-args", "--orchestrator.train.env.0.args.delay", "0.001")
-    assert "evaluations play other episodes since the evaluated environments changed" in caplog.text
+    assert "the evaluated environments changed, so evaluations now play different episodes" in caplog.text
 
 
 def test_another_model_or_adapters_are_refused(place, capsys):

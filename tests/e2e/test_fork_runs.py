@@ -358,8 +358,8 @@ def test_groups_in_flight_of_examples_that_are_gone_are_named(place: Path, whole
     write_manifest(folder, {"step": AT, "logs": read_json(folder / "manifest.json")["logs"]})
     assert main(["rl", "--fork", f"held@{AT}", "--run-dir", "refused"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "2 groups that were in flight at step 3" in said
-    assert "gone/e1, spoken.Spoken/lot-77; add --fresh examples" in said
+    assert "2 groups in flight at step 3 play examples" in said
+    assert "gone/e1, spoken.Spoken/lot-77; add `--fresh examples`" in said
 
 
 # ---- adapters, a reference, another process

@@ -197,9 +197,9 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
         (["run.toml", "--replay", "1", "--run-dir", "run"], "leave out FILE"),
         (["--replay", "1", "--run-dir", "run", "--resume"], "leave out --resume"),
         (["--replay", "1", "--run-dir", "run", "--fork", "run"], "leave out --fork"),
-        (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 has no effect on it; keys that may"),
-        (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "has no effect on it"),
-        (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "has no effect on it"),
+        (["--replay", "1", "--run-dir", "run", "--seed", "7"], "seed: 0 -> 7 would have no effect; keys that may"),
+        (["--replay", "1", "--run-dir", "run", "--model.name", "x"], "would have no effect"),
+        (["--replay", "1", "--run-dir", "run", "--trainer.lora.r", "4"], "would have no effect"),
         (
             [
                 "--replay",
@@ -211,10 +211,10 @@ def test_a_file_of_other_columns_is_refused(place: Path, run: Path):
                 "--trainer.parallel.processes",
                 "2",
             ],
-            "has no effect on it; keys that may change: trainer.* except trainer.lora and trainer.parallel (it "
-            "trains in one process), ",
+            "would have no effect; keys that may change: trainer.* except trainer.lora and trainer.parallel (a "
+            "replay trains in one process), ",
         ),
-        (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "has no effect on it"),
+        (["--replay", "1", "--run-dir", "run", "--orchestrator.group-size", "2"], "would have no effect"),
         (["--replay", "1", "--run-dir", "run", "--trainer.optim.lrr", "1"], 'unknown key "lrr"'),
     ],
 )

@@ -98,7 +98,7 @@ def test_parameters_reach_the_package():
         ({"task": "chain_sums"}, UsageError, "no task 'chain_sums'; did you mean \"chain_sum\"?"),
         ({"task": "chain_sum", "params": {"terms": 3}}, ComponentError, "unexpected keyword argument 'terms'"),
         ({"task": "chain_sum", "params": {"min_terms": 0}}, ComponentError, "min_terms must be positive"),
-        ({"task": "chain_sum", "params": {"size": 3}}, UsageError, "expected the arguments seed, num_train"),
+        ({"task": "chain_sum", "params": {"size": 3}}, UsageError, "the arguments seed, num_train and num_eval"),
         ({"task": "ransom_note"}, UsageError, "start with PYTHONHASHSEED=0"),
         ({"task": "chain_sum", "num_eval": 0}, UsageError, "at least 1 of each"),
     ],

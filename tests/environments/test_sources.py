@@ -77,7 +77,7 @@ def test_a_line_that_is_no_example_is_refused_with_file_and_line(write, line, me
 
 
 def test_a_prompt_that_is_missing_or_not_alone_is_refused(write):
-    with pytest.raises(UsageError, match=r"jsonl:1: question: found None, expected the text"):
+    with pytest.raises(UsageError, match=r"jsonl:1: question: found None, expected a string: the text"):
         JsonlExamples(write({"a": 1}), prompt_field="question")
     with pytest.raises(UsageError, match=r"jsonl:1: question: found messages as well"):
         JsonlExamples(write({"question": "x", "messages": [USER]}), prompt_field="question")

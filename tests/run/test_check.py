@@ -257,7 +257,7 @@ def test_a_model_that_the_sampler_refuses_leaves_no_run_behind(place: Path, mode
     ("options", "lost"),
     [
         ([], []),
-        (["--trainer.loss.kl-ref-tau", "0.1"], ["their trainer.loss.kl_ref_tau term"]),
+        (["--trainer.loss.kl-ref-tau", "0.1"], ["the term of trainer.loss.kl_ref_tau holds"]),
         (["--orchestrator.advantage.type", "chunk_returns"], ['"chunk_returns" without a baseline learns from']),
         (["--orchestrator.advantage", '{ type = "chunk_returns", baseline = "group" }'], []),
     ],

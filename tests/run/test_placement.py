@@ -73,7 +73,7 @@ def test_an_overlap_is_refused_with_what_to_type(place, capsys, monkeypatch, cas
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     said = refused(capsys, *options)
-    assert f"is CUDA device {device}, and so is one of the devices that inference.vllm takes" in said
+    assert f"is CUDA device {device}, which inference.vllm also takes" in said
     assert what in said
     assert "To share one device, type inference.vllm.colocate = true and orchestrator.max_async_level = 0" in said
 

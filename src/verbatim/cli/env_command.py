@@ -179,7 +179,7 @@ def _tasks_of(name: str) -> dict[str, str]:
     listing = getattr(import_object(ENVIRONMENTS[name]), "listing", None) if name in ENVIRONMENTS else None
     if listing is None:
         many = [known for known, path in ENVIRONMENTS.items() if hasattr(import_object(path), "listing")]
-        raise UsageError(f"verbatim env list {name}: expected one with its own tasks: {', '.join(many)}")
+        raise UsageError(f"verbatim env list {name}: expected an environment that has tasks: {', '.join(many)}")
     entries = dict(listing())
     if not entries:
         raise UsageError(f"{name} is not installed: pip install 'verbatim-rl[{EXTRAS[name][1]}]'")

@@ -247,7 +247,7 @@ def _price(text: str) -> tuple[str, tuple[float, float]]:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: expected two prices per million tokens, 0.25,2.0, or with the "
-            "name of a model, gpt-5-mini=0.25,2.0"
+            f"{text!r}: expected the prices of a million prompt and completion tokens, such as 0.25,2.0; or, for one "
+            "model only, gpt-5-mini=0.25,2.0"
         ) from None
     return name, (prompt, completion)

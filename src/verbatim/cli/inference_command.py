@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     stands = config.inference.backend in STANDING
     if args.weights_folder is not None and (stands or not args.weights_folder.is_dir()):
         raise UsageError(
-            f"--weights-folder {args.weights_folder}: expected a folder that exists, and another "
-            "backend than vllm, whose servers read any folder"
+            f"--weights-folder {args.weights_folder}: expected a folder that exists, and a "
+            "backend other than vllm, because vLLM servers read weights from any folder"
         )
     if inference_settings(config).shares_device:
         raise UsageError(

@@ -38,8 +38,8 @@ class Calculator:
     def __post_init__(self) -> None:
         if 2 * self.largest**3 < self.num_train + self.num_eval:
             raise UsageError(
-                f"calculator: largest = {self.largest} gives {2 * self.largest**3} tasks, found num_train = "
-                f"{self.num_train} and num_eval = {self.num_eval}; expected at most that many in all"
+                f"calculator: num_train = {self.num_train} and num_eval = {self.num_eval} need "
+                f"{self.num_train + self.num_eval} tasks, but largest = {self.largest} gives only {2 * self.largest**3}"
             )
 
     def examples(self, split: str) -> Sequence[Example]:

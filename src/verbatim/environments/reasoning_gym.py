@@ -69,8 +69,8 @@ class ReasoningGym:
         given = {"seed", "size"} & self.params.keys()
         if given:
             raise UsageError(
-                f"reasoning_gym: params has {', '.join(sorted(given))}; expected the arguments seed, "
-                "num_train and num_eval of the environment"
+                f"reasoning_gym: params has {', '.join(sorted(given))}; instead, give the environment the arguments "
+                "seed, num_train and num_eval"
             )
         object.__setattr__(self, "_dataset", self._make())  # the dataclass is frozen
 

@@ -71,7 +71,9 @@ class Columns:
             text = row.get(self.prompt)
             if not isinstance(text, str) or messages:
                 found = f"{self.messages} as well" if messages else f"{text!r:.80}"
-                raise UsageError(f"{where}: {self.prompt}: found {found}, expected the text of the only message")
+                raise UsageError(
+                    f"{where}: {self.prompt}: found {found}, expected a string: the text of the prompt's single message"
+                )
             messages = ({"role": "user", "content": text},)
         payload = {name: row[name] for name in row if name not in (self.id, self.messages, self.tools)}
         for name, value in payload.items():
@@ -133,7 +135,7 @@ class ListExamples(_Source):
     ) -> None:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a row like the first one, a mapping")
+                raise UsageError(f"{what}[{number}]: found {row!r:.80}, expected a mapping, as the first row is")
         columns = Columns(id=id_field, messages=messages_field, tools=tools_field, prompt=prompt_field)
         super().__init__(rows, partial("{}[{}]".format, what), [row.get(id_field) for row in rows], columns)
         for _ in self:  # create each example once: an invalid row raises now, not in the middle of a run

@@ -146,14 +146,15 @@ def warn_of_useful_flat_groups(config: RunConfig) -> None:
         return
     if follows_a_teacher(config):
         logger.warning(
-            "online difficulty filtering drops groups of equal rewards, which trainer.loss.teacher_tau learns from; "
-            "set orchestrator.buffer.online_difficulty_filtering = false"
+            "online difficulty filtering drops groups whose rewards are all equal, but trainer.loss.teacher_tau learns "
+            "from these groups too; set orchestrator.buffer.online_difficulty_filtering = false"
         )
     if make_loss(config).reads_a_reference:
         logger.warning(
-            "online difficulty filtering drops groups of equal rewards, and their trainer.loss.kl_ref_tau term with "
-            "them, so only the other groups hold the policy near the reference. To apply the term to all groups, set "
-            "orchestrator.buffer.online_difficulty_filtering = false, and a list of filters without zero_advantage"
+            "online difficulty filtering drops groups whose rewards are all equal, so the term of "
+            "trainer.loss.kl_ref_tau holds the policy near the reference only in the remaining groups. To apply the "
+            "term to all groups, set "
+            "orchestrator.buffer.online_difficulty_filtering = false, and use a list of filters without zero_advantage"
         )
     for env in orchestrator.train.env:
         advantage = env.advantage or orchestrator.advantage

@@ -81,7 +81,7 @@ class EpisodeLog:
                 raise UsageError(
                     f"{self.path} holds episodes of {conditions.model.label} on {conditions.env} under "
                     f"other conditions ({_changes(settings, plain(conditions.settings))}); use the "
-                    "earlier ones, or name another --out file"
+                    "earlier conditions, or name another --out file"
                 )
             if conditions.digests.get(example_id, digest) != digest:
                 raise UsageError(

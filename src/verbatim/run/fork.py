@@ -217,9 +217,9 @@ def check_held_examples(fork: Fork, environments: Environments) -> None:
     ]
     if gone:
         raise UsageError(
-            f"{len(gone)} groups that were in flight at step {fork.checkpoint.step} are of examples that "
-            f"the environments of this run do not have: {first_of(gone, _MOST_NAMED)}; add --fresh examples, which "
-            "resets these groups, the order of the examples and the difficulty pools"
+            f"{len(gone)} groups in flight at step {fork.checkpoint.step} play examples that this run's environments "
+            f"do not have: {first_of(gone, _MOST_NAMED)}; add `--fresh examples`: it resets these groups, the order of "
+            "the examples and the difficulty pools"
         )
 
 

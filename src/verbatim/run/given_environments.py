@@ -120,7 +120,7 @@ def keep_here(config: RunConfig, objects: Mapping[str, Any], where: str) -> RunC
     if unused := names - {name for _, name, _ in used}:
         raise ConfigError(
             f"{where}: environments: no [[orchestrator.train.env]] and no [[orchestrator.eval.env]] has "
-            f"id = {shown(min(unused), 80)}; leave it out, or name it there"
+            f"id = {shown(min(unused), 80)}; leave this environment out, or set this id in one of those tables"
         )
     if not used:
         return config

@@ -54,9 +54,10 @@ def check_placement(config: RunConfig, settings: BackendSettings) -> None:
     trainer = cuda_device(config.trainer.device)
     if trainer in taken and not settings.shares_device:
         raise UsageError(
-            f"trainer.device = {config.trainer.device!r} is CUDA device {trainer}, and so is one of the devices that "
-            f"{table} takes ({', '.join(taken)}): both would fill its memory. {_another('trainer.device', taken)}, or "
-            f"{table}.devices. To share one device, type {table}.colocate = true and orchestrator.max_async_level = 0"
+            f"trainer.device = {config.trainer.device!r} is CUDA device {trainer}, which {table} also takes "
+            f"({', '.join(taken)}): trainer and sampler would both fill its memory. "
+            f"{_another('trainer.device', taken)}, or {table}.devices. To share "
+            f"one device, type {table}.colocate = true and orchestrator.max_async_level = 0"
         )
     if settings.shares_device and trainer not in taken:
         logger.warning(

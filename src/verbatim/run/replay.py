@@ -195,9 +195,9 @@ def _refuse_idle(changes: Sequence[str]) -> None:
         if not (of_batch or (parts[0] == "trainer" and parts[1] not in _NOT_OF_A_STEP)):
             names = ", ".join(f"orchestrator.{name}" for name in _BATCH)
             raise UsageError(
-                f"--replay trains a stored batch on the weights of that time: {change} has no effect "
-                "on it; keys that may change: trainer.* except trainer.lora and "
-                f"trainer.parallel (it trains in one process), {names}"
+                f"--replay trains a stored batch, starting from the weights of that step: {change} would have no "
+                "effect; keys that may change: trainer.* except trainer.lora and trainer.parallel (a replay "
+                f"trains in one process), {names}"
             )
 
 

@@ -229,7 +229,9 @@ def _find_ready(config: RunConfig, folder: RunFolder, console: Console) -> tuple
             console.print("the trainer was started again", soft_wrap=True)
             continue
         if not is_ours:
-            raise RunStopped(f"the trainer of {folder.path} serves another orchestrator; end it, and start it again")
+            raise RunStopped(
+                f"the trainer of {folder.path} serves another orchestrator; end that trainer, and start it again"
+            )
         return exchange, ready
 
 

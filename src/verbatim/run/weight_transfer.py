@@ -36,7 +36,7 @@ def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSe
     if (parallel.processes > 1 or is_launched()) and settings.seconds >= parallel.deadline:
         raise UsageError(
             f"{table}.update_timeout = {settings.seconds:g}, trainer.parallel.deadline = {parallel.deadline:g}: while "
-            "rank 0 waits for the servers, the other ranks of the trainer wait for it, and would time out; "
+            "rank 0 of the trainer waits for the servers, the other ranks wait for rank 0 and would time out; "
             "expected update_timeout below deadline"
         )
     if settings.kind == "nccl" and is_trainers_host:
@@ -80,8 +80,8 @@ def own_address(config: RunConfig) -> str | None:
         found = {address_towards(host, _ANY_PORT) for host in hosts}
     except OSError as error:
         raise UsageError(
-            f"there is no route to the sampler's servers ({', '.join(hosts)}: {error}); if they reach "
-            f"this host, type {setting} = its address"
+            f"there is no route to the sampler's servers ({', '.join(hosts)}: {error}); if the servers "
+            f"can reach this host, type {setting} = the address of this host"
         ) from error
     outside = sorted(address for address in found if not _is_loopback(address)) or sorted(found)
     if len(outside) > 1:

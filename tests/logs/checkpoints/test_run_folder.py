@@ -419,8 +419,8 @@ def test_a_stored_configuration_that_is_not_that_of_the_checkpoint_is_told_key_b
     stored.write_text(edited)
     RunFolder.resume(load_stored_config(stored, load_config), name="x").close()
     assert (
-        f"{stored} differs from {copy}: it was edited or damaged, or the run was resumed with other keys and "
-        "has had no checkpoint since: max_steps: 100 -> 900; seed: 0 -> 'not set'"
+        f"{stored} was edited or damaged, or the run was resumed with other keys and has had no checkpoint since; "
+        f"the file differs from {copy}: max_steps: 100 -> 900; seed: 0 -> 'not set'"
     ) in caplog.text
     assert load_config(stored).max_steps == 900
     caplog.clear()

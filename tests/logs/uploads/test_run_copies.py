@@ -247,7 +247,7 @@ def test_refused_urls(tmp_path):
     with pytest.raises(UsageError, match=r"cannot be used: Protocol not known: nothing"):
         RemoteFolder("nothing://x")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot be written: .*; give an existing bucket or folder"):
+    with pytest.raises(UsageError, match=r"cannot be written: .*; name an existing bucket or folder"):
         RemoteFolder((tmp_path / "file" / "below").as_uri()).check_writable()
 
 

@@ -110,7 +110,7 @@ def test_an_evaluation_of_survivors_is_not_compared_and_says_so(env, failed, mos
     evaluations = {name: evaluation(0.6, env=name, failed=number) for name, number in failed.items()}
     assert progress.observe(5, evaluations) is is_compared
     assert (progress.early_stopping.best is not None) is is_compared
-    said = "the evaluation after step 5 is not counted as the best, nor for early stopping: "
+    said = "the evaluation after step 5 counts neither as the best nor for early stopping: "
     assert (said in caplog.text) is not is_compared
     if not is_compared:
         assert f"{failed['a']} of 10 episodes failed in a" in caplog.text

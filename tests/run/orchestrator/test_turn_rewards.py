@@ -66,7 +66,7 @@ async def test_credit_for_turns_counts_such_rewards_once(tmp_path):
 async def test_rewards_of_turns_that_the_advantage_does_not_read_are_said_once(tmp_path, caplog):
     await played(tmp_path, Rewarding(0.0))
     (said,) = caplog.messages
-    assert "environment 'coins' rewards turns, and the advantage default_advantage does not read turn rewards" in said
+    assert "environment 'coins' gives turn rewards, but the advantage default_advantage does not read them" in said
     assert 'type = "chunk_returns"' in said and "let `score` return None" in said
 
 

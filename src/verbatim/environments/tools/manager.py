@@ -91,7 +91,7 @@ class ToolManager(Mapping[str, Tool]):
         for tool in (tool for item in tools for tool in _as_tools(item)):
             if tool.name in taken:
                 raise ComponentError(
-                    f"two tools are called {tool.name!r}; give one another name, for example "
+                    f"two tools are called {tool.name!r}; rename one of them, for example "
                     f'FunctionTool(function, name="{tool.name}_2")'
                 )
             taken[tool.name] = tool

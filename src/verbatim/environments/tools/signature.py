@@ -164,8 +164,8 @@ def read_signature(subject: UnwrappedCallable) -> Signature:
     except PydanticUserError as error:
         if error.code == "typed-dict-version":
             raise ComponentError(
-                f"{where}: a typed dict inside a dataclass; before Python 3.12 write `from "
-                "typing_extensions import TypedDict` for it"
+                f"{where}: a dataclass contains a typed dict; before Python 3.12, import its base class with `from "
+                "typing_extensions import TypedDict`"
             ) from error
         raise ComponentError(f"{where}: a parameter's type has no JSON form: {error}") from error
     except (PydanticSchemaGenerationError, PydanticSerializationError, TypeError, AssertionError) as error:

@@ -35,7 +35,7 @@ def further_variables(env: Mapping[str, str] | None, env_from: EnvFrom, where: s
         if own not in os.environ:
             raise UsageError(
                 f"{where}: env_from names the environment variable {own}, which is not set; type  export "
-                f"{own}=...  in the shell that starts this, and again before a run is resumed"
+                f"{own}=...  in the shell that starts this program, and again before a run is resumed"
             )
         hide(os.environ[own])
         given[name] = os.environ[own]

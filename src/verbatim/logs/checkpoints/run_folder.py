@@ -393,8 +393,8 @@ class RunFolder:
             logger.warning("the configuration changed since this run started: %s", change)
         if (copy := newest_copy(self.path)) is not None and (other := changed_since(copy, stored)):
             logger.warning(
-                "%s differs from %s: it was edited or damaged, or the run was resumed with other keys "
-                "and has had no checkpoint since: %s",
+                "%s was edited or damaged, or the run was resumed with other keys and has had no checkpoint since; "
+                "the file differs from %s: %s",
                 self.path / CONFIG,
                 copy,
                 "; ".join(other),

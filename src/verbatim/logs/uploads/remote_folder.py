@@ -91,9 +91,9 @@ class RemoteFolder:
                 self._fs.rm_file(self._full(_PROBE))
         except RemoteFault as error:
             raise UsageError(
-                f"checkpoint.upload_to = {self.url!r} cannot be written: {error.strerror}; give an existing bucket or "
-                "folder, and its keys by the environment (for s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and "
-                "AWS_ENDPOINT_URL for a server other than Amazon's)"
+                f"checkpoint.upload_to = {self.url!r} cannot be written: {error.strerror}; name an existing bucket or "
+                "folder, and give its access keys in environment variables (for s3: AWS_ACCESS_KEY_ID, "
+                "AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL for a server other than Amazon's)"
             ) from error
 
     def files(self) -> dict[str, int]:

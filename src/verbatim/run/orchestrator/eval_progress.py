@@ -163,8 +163,8 @@ class EvalProgress:
         }
         if clauses := [f"{clause} in {env}" for env, clause in failed.items() if clause is not None]:
             logger.warning(
-                "the evaluation after step %d is not counted as the best, nor for early stopping: %s, and "
-                "%s would describe only the other episodes (orchestrator.eval.max_failed = %g)",
+                "the evaluation after step %d counts neither as the best nor for early stopping: %s, so %s would "
+                "describe only the remaining episodes (orchestrator.eval.max_failed = %g)",
                 step,
                 ", ".join(clauses),
                 criterion.metric,
@@ -176,7 +176,7 @@ class EvalProgress:
             self._warned.add(criterion.metric)
             names = ", ".join(sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}))
             logger.warning(
-                "%s was not measured in the evaluation after step %d, which is not counted as the best, "
+                "%s was not measured in the evaluation after step %d, so this evaluation counts neither as the best "
                 "nor for early stopping; its metrics are %s",
                 criterion.metric,
                 step,
@@ -204,7 +204,8 @@ class EvalProgress:
         if others := sorted(name for name in {*played, *self.played} if played.get(name) != self.played.get(name)):
             if best is not None or stopping is not None:
                 logger.warning(
-                    "evaluations play other episodes since %s changed: earlier evaluations are not compared with",
+                    "%s changed, so evaluations now play different episodes; they will not be compared with earlier "
+                    "evaluations",
                     " and ".join(others),
                 )
             return
@@ -219,6 +220,6 @@ def _fits(state: Mapping[str, Any] | None, criterion: CriterionConfig, where: st
     if state is None:
         return False
     if any(state.get(name) != value for name, value in _named(criterion).items()):
-        logger.warning("%s has changed: earlier evaluations are not compared with", where)
+        logger.warning("%s has changed, so evaluations will not be compared with earlier ones", where)
         return False
     return True

@@ -79,7 +79,7 @@ class LoopLag:
                 where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "?"
                 logger.warning(
                     "the event loop has been blocked for %.0f s, and the run with it. It is running\n%s"
-                    "Run slow code with `await asyncio.to_thread(...)`, or its environment in separate "
+                    "Run slow code with `await asyncio.to_thread(...)`, or run the environment in separate "
                     "processes (isolated = true)",
                     blocked,
                     where,

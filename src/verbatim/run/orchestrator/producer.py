@@ -140,8 +140,8 @@ class Producer:
         ):
             self._warned_of_turn_rewards.add(group.env)
             logger.warning(
-                "environment %r rewards turns, and the advantage %s does not read turn rewards: next to the reward of "
-                '`score` they have no effect. Set [orchestrator.advantage] type = "chunk_returns"; or let `score` '
+                "environment %r gives turn rewards, but the advantage %s does not read them, so they have no effect "
+                'next to the reward of `score`. Set [orchestrator.advantage] type = "chunk_returns"; or let `score` '
                 "return None, so that the reward is their sum; or add them up in `score`, and set "
                 "turn_rewards_sum_to_reward = True on the episode",
                 group.env,
