@@ -176,7 +176,7 @@ def test_demonstrations_talk_well_and_sometimes_err(name):
     ("name", "args", "message"),
     [
         ("alphabet_sort", {"num_rounds": 9, "names_per_round": 9}, "at most 25 names"),
-        ("calculator", {"largest": 3}, "gives 54 tasks"),
+        ("calculator", {"largest": 3}, "largest = 3 gives only 54"),
         ("delegate", {"num_boxes": 0}, "expected 1 to 6"),
     ],
 )
