@@ -146,7 +146,8 @@ class ResultFile:
                 if settings.get(name) != self._settings.get(name)
             )
             raise UsageError(
-                f"{self._path} holds results of other settings ({differ}); use those, or name another --out file"
+                f"{self._path} holds results of other settings ({differ}); use those settings, or name "
+                "another --out file"
             )
         if error is None:
             self._done[task, sample] = digest

@@ -103,8 +103,8 @@ def _refuse_cut(
         token = int(completion[-1])
         raise UsageError(
             f"{which} contains token {token} ({renderer.decode(completion[-1:])!r}) before its end. Turns of this "
-            "model end at that token, so the rest could never be sampled; remove it from eos_token_id in the model's "
-            "generation_config.json, or from the message"
+            "model end at that token, so what follows could never be sampled; remove the token from eos_token_id in "
+            "the model's generation_config.json, or from the message"
         )
 
 

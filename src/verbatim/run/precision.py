@@ -138,8 +138,8 @@ def refuse_auto(config: RunConfig, how: str) -> None:
     if keys := unresolved(config):
         given = " ".join(f"--{key} bfloat16" for key in keys)
         raise UsageError(
-            f'{" and ".join(keys)} = "auto" can be chosen only by the one command that starts a run, and '
-            f'{how}. Give both the same, "float32" or "bfloat16": for example, where the processors have '
+            f'{" and ".join(keys)} = "auto" works only if one command starts the whole run, but here {how}. '
+            f'Give both the same, "float32" or "bfloat16": for example, where the processors have '
             f"instructions for bfloat16 and the model is not tiny, {given}"
         )
 

@@ -403,7 +403,7 @@ class TestRefusals:
             ({"command": []}, "the command is empty"),
             ({"command": "no-such-program x"}, "there is no program"),
             ({"cwd": "/no/such/folder"}, "is not a folder"),
-            ({"reward": "score"}, "belong together"),
+            ({"reward": "score"}, "needs score = "),
             ({"unenforced": ["temperature"]}, "unenforced has 'temperature'"),
             ({"max_processes": 0}, "at least 1"),
         ],

@@ -304,7 +304,8 @@ def _as_tools(item: object) -> list[Tool]:
     if isinstance(item, ToolManager | McpTools):
         inside = ".values()" if isinstance(item, ToolManager) else ".tools"
         raise ComponentError(
-            f"a {type(item).__name__} holds tools but is not one; give the tools in it: ToolManager([*source{inside}])"
+            f"a {type(item).__name__} holds tools, but is not a tool itself; give the tools that it holds: "
+            f"ToolManager([*source{inside}])"
         )
     if isinstance(item, Mapping):
         return [_described(item)]

@@ -130,7 +130,7 @@ class Order:
             raise BadField(
                 field,
                 f"{where}: the result of a call comes after {self.spoke_at}; send the results of a turn's calls "
-                "directly after the turn, and other messages after them",
+                "directly after the turn, and other messages after the results",
             )
 
 

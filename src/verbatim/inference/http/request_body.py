@@ -96,8 +96,8 @@ def read_request(
     logprobs = read_integer(given, "logprobs", least=0, most=1)
     if not end_ids and given.get("ignore_eos") is False:
         raise UsageError(
-            "sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids "
-            "as stop_token_ids"
+            "sampling_params.ignore_eos = false, but this server knows no end-of-text id; give the ids that end "
+            "a text as stop_token_ids"
         )
     ends = () if read_flag(given, "ignore_eos") else end_ids
     asked = read_sampling(given, ours, max_tokens=("max_tokens",), most_stop_ids=MOST_STOP_IDS - len(ends))

@@ -83,8 +83,8 @@ class VllmSettings(ServerSettings):
             )
         if self.colocate and self.broadcast is not None:
             raise ValueError(
-                "colocate: when the servers load, the trainer has already left the device, so weight_transfer = "
-                f'"{self.weight_transfer}" cannot send from it; use weight_transfer = "files"'
+                "colocate: when the servers load weights, the trainer has already left the device, so weight_transfer "
+                f'= "{self.weight_transfer}" cannot send from there; use weight_transfer = "files"'
             )
         if self.transfer_address is not None and self.broadcast is None:
             raise ValueError(

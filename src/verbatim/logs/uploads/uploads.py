@@ -78,7 +78,7 @@ class Uploads:
             reached = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise RunStopped(
                 f"{self.failure}. The copy in {self.remote.url} holds {reached} and lacks what came later; the run in "
-                f"{self._folder} is complete. Resume it to upload the rest"
+                f"{self._folder} is complete. Resume the run to upload the rest"
             )
 
     def _work(self) -> None:

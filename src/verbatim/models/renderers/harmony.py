@@ -221,7 +221,7 @@ def _as_template_reads(message: Mapping[str, Any]) -> dict[str, Any]:
     if len(calls) > 1:
         raise EnvironmentFault(
             f"an assistant message contains {len(calls)} calls; in harmony each call is a message of "
-            "its own, followed by its answer: split it"
+            "its own, followed by the call's result: split the message"
         )
     if calls:
         function = calls[0]["function"]

@@ -123,7 +123,7 @@ class SpecialTokenEscaper:
             shallow = False
         if not shallow:
             raise EnvironmentFault(
-                f"a call's arguments are JSON that is nested deeper than {MAX_DEPTH} levels; expected less"
+                f"a call's arguments are JSON that is nested deeper than {MAX_DEPTH} levels; expected at most that many"
             )
         # Only the strings are marked, so that JSON's own brackets stay unmarked. An escape such as \u003c may hide a
         # character that has to be marked. So the result is compared with the marked value, and serialised from that if
@@ -281,8 +281,8 @@ class EscapingTokenizer:
             source: str = self.unescaped.get_chat_template(tools=tools)
         except ValueError as error:
             raise ModelError(
-                "the tokenizer has several chat templates, and none of them is named default; rename one, "
-                "or put a single chat_template.jinja into the model's folder"
+                "the tokenizer has several chat templates, and none of them is named default; rename "
+                "one to default, or put a single chat_template.jinja into the model's folder"
             ) from error
         return source
 

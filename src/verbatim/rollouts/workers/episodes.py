@@ -83,7 +83,8 @@ def refuse_unpicklable(
         except Exception as error:
             raise ComponentError(
                 f"environment {label!r}: its argument {key} is a {type(value).__name__}, which cannot be sent to a "
-                f"worker process ({error_text(error)}); pass what it is made of, and create it in the environment"
+                f"worker process ({error_text(error)}); pass the values that it is made from, "
+                "and create it in the environment"
             ) from error
 
 

@@ -210,7 +210,7 @@ class _Playing:
                 if plays_elsewhere(orchestrator, plan.config):
                     raise UsageError(
                         f"environment {plan.env!r} plays in other processes, but with {model.label}, a model behind an "
-                        "API, episodes must be played in this one; add --orchestrator.rollout.backend local, and "
+                        "API, episodes must be played in this process; add --orchestrator.rollout.backend local, and "
                         "isolated = false"
                     )
             async with model.api.connect() as connection:

@@ -191,7 +191,7 @@ class Program:
         demonstrations: str | None = None,
     ) -> None:
         if (reward == "score") != (score is not None):
-            raise UsageError('program: reward = "score" and score = "COMMAND" belong together')
+            raise UsageError('program: reward = "score" needs score = "COMMAND", and score needs reward = "score"')
         if reuse and (example == "file" or reward in ("file", "score")):
             raise UsageError(
                 "program: with reuse = true, examples and answers are lines on standard input and output; "
