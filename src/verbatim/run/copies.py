@@ -88,5 +88,5 @@ def copy_of(runs: RemoteFolder | None, folder: RunFolder, *, resumed: bool) -> R
     remote.warn_if_untested()
     if not resumed and newest_step(remote.files()) is not None:
         folder.withdraw()
-        raise UsageError(f"{remote.url} already holds a run; give the new run another --run-dir, or remove the old one")
+        raise UsageError(f"{remote.url} already holds a run; give the new run another --run-dir, or remove the old run")
     return remote
