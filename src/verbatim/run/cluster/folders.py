@@ -59,7 +59,7 @@ def ship(ray: Any, root: Path, name: str, *, leave_out: Collection[str] = ()) ->
         content = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
         for start in range(0, size, PART):
             part = content[start : start + PART]
-            digest.update(memoryview(part))
+            digest.update(part.data)
             parts.append(ray.put(np.asarray(part)))
         files[relative] = tuple(parts)
         total += size
