@@ -182,10 +182,9 @@ def _first_with_room(free: Sequence[Mapping[str, float]], part: Part, number: in
     """The node for one process. Packed processes take the first node with room; spread ones begin the search at
     another node each."""
     start = number if part.strategy == "SPREAD" else 0
-    for index in (*range(start % len(free), len(free)), *range(start % len(free))):
-        if all(free[index].get(name, 0.0) >= amount for name, amount in part.each.items()):
-            return index
-    return None
+    order = [(start + offset) % len(free) for offset in range(len(free))]
+    fits = (index for index in order if all(free[index].get(name, 0.0) >= amount for name, amount in part.each.items()))
+    return next(fits, None)
 
 
 def _refuse_unequal(config: RunConfig) -> None:
@@ -241,7 +240,7 @@ def _num_elements(path: Path) -> int:
 
     with safe_open(path, framework="numpy") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  (not a mapping)
-    return sum(map(math.prod, shapes))
+    return sum(int(math.prod(shape)) for shape in shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
