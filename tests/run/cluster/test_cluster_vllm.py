@@ -39,5 +39,5 @@ def test_vllm_servers_on_two_nodes_hold_the_published_weights_and_one_that_is_ki
     booked = last["ledger/trained"] + last["ledger/masked_by_loss"] + dropped + last["ledger/pending"]
     assert last["ledger/sampled"] == booked > 0
     assert all(values["weights/canary"] <= 1e-4 for values in metrics)
-    assert last["inference/replicas_lost"] == 1
+    assert last["replicas/lost"] == 1
     assert found["left"] == []
