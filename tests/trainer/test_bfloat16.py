@@ -2,6 +2,7 @@
 
 import weakref
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
-from verbatim.trainer.bfloat16 import Products, RoundedLinear, can_round, in_float32, round_products
+from verbatim.trainer.bfloat16 import MergedLinear, Products, RoundedLinear, can_round, in_float32, round_products
 from verbatim.trainer.trainer import Trainer
 
 U = 2.0**-8
@@ -133,6 +134,82 @@ def test_trees_are_held_against_float32_where_activations_are_recomputed(qwen, m
     monkeypatch.setattr("verbatim.trainer.packer.StepPacker._rounding", lambda self: 0.0)
     made = trainer(qwen, dtype="bfloat16", packing="tree", gradient_checkpointing=True)
     assert made.train_batch(shared_prefixes())["packing/tree"] == 1
+
+
+def adapted(inputs, outputs, rank, bias):
+    """A layer with an adapter of scale 2, whose B is not 0; its base is frozen, as `Adapters` leaves it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=bias))
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"]), model)
+    (layer,) = model
+    nn.init.normal_(layer.lora_B["default"].weight, std=rank**-0.5)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(48, 80), (160, 64)])
+def test_a_layer_with_an_adapter_multiplies_by_its_merged_weight(sizes, bias):
+    layer = adapted(*sizes, 4, bias)
+    weight, a, b = (
+        x.detach().double()
+        for x in (layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    )
+    x, outside = torch.randn(1, 100, sizes[0], requires_grad=True), torch.randn(1, 100, sizes[1])
+    x_RI, g_RO, bias_O = x.detach()[0].double(), outside[0].double(), 0.0
+    if bias:
+        bias_O = layer.base_layer.bias.detach().double()
+    merged = weight + 2 * b @ a
+    layer.forward = MergedLinear(layer, layer.forward, Products())
+    out = layer(x)
+    found = torch.autograd.grad(out, [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight], outside)
+    # A and B have the rounding of two products one after the other, each of which rounds its factors and its result.
+    for got, exact, absolute, roundings in (
+        (out[0], x_RI @ merged.T + bias_O, x_RI.abs() @ merged.abs().T, 3),
+        (found[0][0], g_RO @ merged, g_RO.abs() @ merged.abs(), 3),
+        (found[1], 2 * (g_RO @ b).T @ x_RI, 2 * (g_RO.abs() @ b.abs()).T @ x_RI.abs(), 5),
+        (found[2], 2 * g_RO.T @ (x_RI @ a.T), 2 * g_RO.abs().T @ (x_RI.abs() @ a.abs().T), 5),
+    ):
+        assert got.dtype == torch.float32 and got.shape == exact.shape
+        off = (got.double() - exact).abs()
+        assert (off <= 1.01 * roundings * U * absolute + 1e-6).all()
+        assert off.max() > 1e-4, "it is rounded at all"
+    assert layer.base_layer.weight.grad is None
+
+
+def test_a_layer_without_its_adapter_and_in_float32_is_as_peft_has_it():
+    layer = adapted(48, 80, 4, True)
+    x, own = torch.randn(1, 10, 48), layer.forward
+    exact = own(x)
+    layer.base_layer.forward = RoundedLinear(layer.base_layer, layer.base_layer.forward, products := Products())
+    layer.forward = MergedLinear(layer, own, products)
+    with in_float32(layer):
+        assert torch.equal(layer(x), exact)
+    assert not torch.equal(layer(x), exact)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x))
+
+
+def test_a_step_of_adapters_is_near_that_of_float32(qwen):
+    """B is 0 at first, so that only B has a gradient; the second step's gradient has both."""
+    found, exact = (trainer(qwen, lora=LoraConfig(r=4), dtype=dtype) for dtype in ("bfloat16", "float32"))
+    for seed in range(2):
+        a, b = (
+            {name: grad for name, grad in adapter_gradients(made, shared_prefixes(seed)).items()}
+            for made in (found, exact)
+        )
+        off = {name: float((a[name] - b[name]).norm()) for name in b}
+        most = max(float(grad.norm()) for grad in b.values())
+        assert 1e-5 * most < max(off.values()) < 0.1 * most
+
+
+def adapter_gradients(made, samples):
+    kept = {}
+    step = made.optimizer.step
+    named = [(name, p) for name, p in made.model.named_parameters() if p.requires_grad]
+    made.optimizer.step = lambda: kept.update({name: p.grad.clone() for name, p in named}) or step()
+    made.train_batch(samples)
+    made.optimizer.step = step
+    return kept
 
 
 def test_adapters_stay_in_float32_and_their_base_is_rounded(qwen):

@@ -71,10 +71,25 @@ def test_bfloat16_is_given_room_for_its_rounding(qwen, caplog):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_in_bfloat16_trees_are_held_against_rows_by_their_distance_from_float32(
+def test_where_products_are_rounded_trees_are_held_against_rows_in_float32(
     qwen, make_trees_wrong, caplog, monkeypatch, right
 ):
-    """As in a deep model, whose rounding is beyond the fixed tolerance: here that is 0, so that any rounding is."""
+    """As in a deep model, whose rounding is beyond any fixed tolerance: here that of bfloat16 is 0."""
+    monkeypatch.setattr("verbatim.trainer.packer.StepPacker._rounding", lambda self: 0.0)
+    config = TrainerConfig(packing="tree", dtype="bfloat16", device="cpu")
+    trainer = Trainer(qwen, config, loss=LOSSES["default"], total_optimizer_steps=1)
+    if not right:
+        make_trees_wrong()
+    assert trainer.train_batch(shared_prefixes())["packing/tree"] == float(right)
+    assert len(caplog.records) == (not right)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_under_autocast_trees_are_held_against_rows_by_their_distance_from_float32(
+    qwen, make_trees_wrong, caplog, monkeypatch, right
+):
+    """As on CUDA. The fixed tolerance is 0, so that any rounding is beyond it."""
+    monkeypatch.setattr("verbatim.trainer.trainer.rounds_products", lambda *args, **kwargs: False)
     monkeypatch.setattr("verbatim.trainer.packer.StepPacker._rounding", lambda self: 0.0)
     config = TrainerConfig(packing="tree", dtype="bfloat16", device="cpu")
     trainer = Trainer(qwen, config, loss=LOSSES["default"], total_optimizer_steps=1)
@@ -119,7 +134,7 @@ def test_what_is_tried_are_the_samples_that_branch_before_those_that_continue():
 
 
 def test_what_is_tried_is_short():
-    pairs = [[starting(length, i, 1), starting(length, i, 2)] for i, length in enumerate((900, 500, 400, 3000))]
-    assert [len(s) for s in sharing_samples(list(itertools.chain(*pairs)))] == [500, 500, 400, 400]
-    assert [len(s) for s in sharing_samples(pairs[3])] == [3000, 3000]
-    assert MOST_TOKENS == 2048
+    pairs = [[starting(length, i, 1), starting(length, i, 2)] for i, length in enumerate((450, 250, 200, 1500))]
+    assert [len(s) for s in sharing_samples(list(itertools.chain(*pairs)))] == [250, 250, 200, 200]
+    assert [len(s) for s in sharing_samples(pairs[3])] == [1500, 1500]
+    assert MOST_TOKENS == 1024

@@ -8,6 +8,11 @@ The two products of the backward pass work the same way. Weights, their gradient
 output head and logprobs stay float32, so the compiled functions between the products (`fused.py`, `attention/tree.c`)
 read them without a conversion. That is why this is not `torch.autocast`, which also rounds those tensors and dispatches
 to torch's own operators.
+
+A layer with an adapter multiplies by its merged weight, as the sampler does, and so needs one large product instead of
+three products and two sums:
+
+    y = round(sum_i round(x_i) round((W + scale B A)_oi)) + bias
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from torch.nn.functional import linear
 from verbatim.models.tiny import decoder_layers
 
 _ADAPTER = "lora_"
-"""Part of the names of an adapter's two factors, A and B. Both stay in float32, because they are too small to gain from
-rounding."""
+"""Part of the names of an adapter's two factors, A and B."""
+_ADAPTED = ("peft.tuners.lora.layer", "Linear")
+"""Module and name of the class of `peft` that adds an adapter to a linear layer."""
 
 
 def round_products(model: Any) -> None:
@@ -37,6 +43,8 @@ def round_products(model: Any) -> None:
         for name, module in layer.named_modules():
             if type(module) is nn.Linear and _ADAPTER not in name:
                 round_linear(module, products)
+            elif (type(module).__module__, type(module).__name__) == _ADAPTED:
+                setattr(module, "forward", MergedLinear(module, module.forward, products))  # noqa: B010
 
 
 def round_linear(module: nn.Linear, products: Products) -> None:
@@ -55,6 +63,11 @@ def can_round(model: Any) -> bool:
     return bool(matrices) and all(
         id(p) in theirs and p.dtype == torch.float32 and p.device.type in ("cpu", "meta") for p in matrices
     )
+
+
+def is_rounded(model: nn.Module) -> bool:
+    """True if `round_products` changed this model."""
+    return any(isinstance(vars(module).get("forward"), RoundedLinear) for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -141,3 +154,74 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_bias_O = grad_RO.sum(0)
         return grad_x, None, grad_weight_OI, grad_bias_O
+
+
+@dataclass(frozen=True, eq=False)
+class MergedLinear:
+    """Replaces the `forward` of one linear layer with an adapter."""
+
+    module: Any
+    own: Callable[[Tensor], Tensor]
+    """The layer's original `forward`. It computes layers without their adapter, and everything in float32."""
+    products: Products
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module, base = self.module, self.module.base_layer
+        rounds = self.products.rounds and x.dtype == base.weight.dtype == torch.float32
+        if not rounds or not x.numel() or module.disable_adapters or torch.is_autocast_enabled(x.device.type):
+            return self.own(x)
+        (name,) = module.active_adapters
+        out: Tensor = _MergedProduct.apply(  # type: ignore[no-untyped-call]
+            x,
+            self.products.rounded(x),
+            base.weight,
+            base.bias,
+            module.lora_A[name].weight,
+            module.lora_B[name].weight,
+            module.scaling[name],
+        )
+        return out
+
+
+class _MergedProduct(torch.autograd.Function):
+    """`x @ (weight + scale * b @ a).T + bias`, and the gradients of `x`, `a` and `b`; weight and bias are frozen.
+
+    Legend: R rows, I inputs, O outputs, K rank of the adapter. With g = dL/dy, rounded like all factors:
+
+        dL/db = scale g^T (x a^T)          dL/da = scale (g b)^T x
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rounded: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_KI: Tensor,
+        b_OK: Tensor,
+        scale: float,
+    ) -> Tensor:
+        # The weight is merged in each forward pass: a kept copy could be older than A and B.
+        merged_OI = torch.addmm(weight_OI, b_OK, a_KI, alpha=scale).to(torch.bfloat16)
+        ctx.save_for_backward(rounded, merged_OI, a_KI, b_OK)
+        ctx.scale = scale
+        out = linear(rounded, merged_OI).float()
+        return out if bias_O is None else out.add_(bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rounded, merged_OI, a_KI, b_OK = ctx.saved_tensors
+        x_RI, grad_RO = rounded.flatten(0, -2), grads[0].flatten(0, -2).to(torch.bfloat16)
+        grad_x = grad_a_KI = grad_b_OK = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_RO @ merged_OI).float().view_as(rounded)
+        # The small matrix is the first factor: it is the one that oneDNN copies into another order.
+        if ctx.needs_input_grad[4]:
+            back_RK = grad_RO @ b_OK.to(torch.bfloat16)
+            grad_a_KI = (back_RK.T.contiguous() @ x_RI).float().mul_(ctx.scale)
+        if ctx.needs_input_grad[5]:
+            low_RK = x_RI @ a_KI.to(torch.bfloat16).T
+            grad_b_OK = (low_RK.T.contiguous() @ grad_RO).T.float().mul_(ctx.scale)
+        return grad_x, None, None, None, grad_a_KI, grad_b_OK, None

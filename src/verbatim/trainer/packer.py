@@ -17,7 +17,7 @@ from verbatim.config.schema import TrainerConfig
 from verbatim.core.types import MicroBatch, TrainingSample
 from verbatim.models.head import CausalLM
 from verbatim.models.positions import refuse_moving_positions
-from verbatim.trainer.bfloat16 import in_float32
+from verbatim.trainer.bfloat16 import in_float32, is_rounded
 from verbatim.trainer.frozen import packing_beside
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.model_check import packing_for
@@ -34,6 +34,8 @@ MICRO_BATCH_TOKENS = 16_384
 CPU_MICRO_BATCH_TOKENS = 8192
 """Default of `trainer.micro_batch_tokens` on a CPU. With more tokens, activations no longer fit into the CPU's caches;
 with fewer, trees are cut more often."""
+FLOAT32_ROUNDING = 1e-4
+"""Tolerance of the tree check in float32."""
 
 Dealt = list[list[MicroBatch]]
 """The micro-batches of an optimizer step, by rank, or by sequence-parallel group of ranks."""
@@ -137,8 +139,14 @@ class StepPacker:
     def try_trees(self, rows: Sequence[MicroBatch], trees: Sequence[MicroBatch]) -> bool:
         """True if trees give the same gradient as rows. All ranks call this, with the micro-batches that rank 0 sent
         them in `deal_checked`."""
+        in_full = replace(self._targets, autocast=partial(in_float32, self._lm.model))
+        if is_rounded(self._lm.model):
+            # Rounded products treat each row alone, and everything else is float32. So float32 compares all that
+            # packing affects, without the rounding, which in a deep model may pass any limit by chance.
+            with in_float32(self._lm.model):  # around the backward pass too, which recomputes with checkpointing
+                return trees_are_right(in_full, rows, trees, tolerance=FLOAT32_ROUNDING)
         rounds = self._config.dtype == "bfloat16" and self._sharding is None
-        exact = replace(self._targets, autocast=partial(in_float32, self._lm.model)) if rounds else None
+        exact = in_full if rounds else None
         return trees_are_right(
             self._targets, rows, trees, tolerance=self._rounding(), exact=exact, sharding=self._sharding
         )
@@ -183,4 +191,4 @@ class StepPacker:
         """Tolerance of the tree check: the largest relative difference of gradients that rounding explains."""
         if self._config.dtype == "bfloat16":
             return 5e-2
-        return 1e-10 if self._lm.output.weight.dtype == torch.float64 else 1e-4
+        return 1e-10 if self._lm.output.weight.dtype == torch.float64 else FLOAT32_ROUNDING

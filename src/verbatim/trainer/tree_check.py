@@ -22,7 +22,7 @@ from verbatim.trainer.parallel.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 2048
+MOST_TOKENS = 1024
 """Maximum number of tokens in all samples to compare; a single pair may be longer."""
 ROOM = 1.5
 """In bfloat16, the error of trees may be this many times the error of rows, both relative to the float32 gradient."""
