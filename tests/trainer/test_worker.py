@@ -286,6 +286,33 @@ def test_cores_that_the_sampler_leaves_free_are_taken(made, tmp_path, monkeypatc
     assert sampler.threads_for_pass() == 2
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_cores_are_taken_within_a_micro_batch(made, tmp_path, monkeypatch, in_backward):
+    """The sampler becomes idle when the first layer has computed, forward or backward."""
+    mine, sampler = (CoreShare(tmp_path / "cores", side, 2) for side in ("trainer", "sampler"))
+    seen, clock, marks = [2], [1000.0], []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
+    monkeypatch.setattr("verbatim.models.native.cores.time.monotonic", lambda: clock[0])
+
+    def becomes_idle(*_):
+        if not marks:
+            marks.append(seen[-1])
+            sampler.compute(False)
+            clock[0] += 60
+
+    (first, last) = made.trainer.model.model.layers[0], made.trainer.model.model.layers[-1]
+    if in_backward:
+        last.register_full_backward_hook(becomes_idle)
+    else:
+        first.register_forward_hook(becomes_idle)
+    made.worker.share(mine)
+    sampler.compute(True)
+    made.train(1)
+    assert marks == [1]
+    assert seen[-1] == 2
+
+
 def test_a_batch_that_fails_gives_the_cores_back(made, tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("verbatim.models.native.cores.time.monotonic", lambda: clock[0])

@@ -32,6 +32,7 @@ from verbatim.run.build import make_monitors
 from verbatim.run.check import check_run
 from verbatim.run.cluster import connected
 from verbatim.run.copies import bring_back, copies_of_runs, copy_of
+from verbatim.run.expected_time import announce
 from verbatim.run.fork import Fork, check_fork, open_fork
 from verbatim.run.logs import log_to_file
 from verbatim.run.precision import PrecisionChoice, refuse_auto, resolve_dtypes, tell, unresolved
@@ -132,6 +133,8 @@ def _execute(
         for line in (f"run folder  {folder.path}", *placed):
             console.print(line, soft_wrap=True)
         tell([*choices, *measured], console, folder.path)
+        if not resume and not trainer_elsewhere:
+            announce(config, made, console)
         training = TrainingRun(
             config=config,
             environments=made,

@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import RunStopped, VerbatimError
@@ -17,6 +19,7 @@ from verbatim.core.records.trained_tokens import TrainedTokens
 from verbatim.core.types import TrainingSample
 from verbatim.inference.sending import SendOrder, SendReport
 from verbatim.models.native.cores import CoreShare
+from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.device_memory import DeviceMemory
 from verbatim.trainer.logprobs import whole_sample
 from verbatim.trainer.trainer import Trainer
@@ -59,9 +62,19 @@ class TrainerWorker:
         self._optimizer_steps = self.trainer.schedule.num_done
 
     def share(self, cores: CoreShare) -> None:
-        """Limit threads to the cores that the sampler leaves free, checked before each micro-batch."""
+        """Limit threads to the cores that the sampler leaves free, checked before each layer, forward and backward. A
+        micro-batch of a large model takes many seconds, in which the sampler may become idle, or need its cores."""
         self._cores = cores
         self.trainer.before_pass = self._take_cores
+        for layer in decoder_layers(self.trainer.model):
+            layer.register_forward_pre_hook(lambda *_: self._take_cores())
+            layer.register_forward_hook(self._before_backward)
+
+    def _before_backward(self, layer: nn.Module, given: object, output: Any) -> None:
+        """Check the free cores before the backward pass of a layer too."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self._take_cores())
 
     def _take_cores(self) -> None:
         """Set torch's number of threads to the number of cores that the sampler leaves free, if it has changed."""
