@@ -67,7 +67,18 @@ def can_round(model: Any) -> bool:
 
 def is_rounded(model: nn.Module) -> bool:
     """True if `round_products` changed this model."""
-    return any(isinstance(vars(module).get("forward"), RoundedLinear) for module in model.modules())
+    return _products_of(model) is not None
+
+
+def rounds_now(model: nn.Module) -> bool:
+    """True if `round_products` changed this model, outside `in_float32`."""
+    products = _products_of(model)
+    return products is not None and products.rounds
+
+
+def _products_of(model: nn.Module) -> Products | None:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return next((forward.products for forward in forwards if isinstance(forward, RoundedLinear)), None)
 
 
 @contextlib.contextmanager

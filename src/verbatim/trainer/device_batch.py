@@ -20,6 +20,7 @@ from verbatim.trainer.attention.flex import BLOCK as FLEX_BLOCK
 from verbatim.trainer.attention.forest import forest_plan
 from verbatim.trainer.attention.rows import RowsPlan
 from verbatim.trainer.attention.tree import TreePlan
+from verbatim.trainer.bfloat16 import rounds_now
 from verbatim.trainer.last_layer import Wanted
 from verbatim.trainer.linear import ROW_MULTIPLE
 from verbatim.trainer.parallel.sequence import SequenceGroup, SequencePlan
@@ -152,6 +153,8 @@ class DeviceBatch(DeviceTargets):
         plan, wanted = self.plan(), self._wanted
         if isinstance(plan, TreePlan | RowsPlan):
             plan.wanted = wanted
+        if isinstance(plan, TreePlan):
+            plan.rounds = rounds_now(model.model)
         hidden_TD = model.hidden(self.input_ids_T, self.position_ids_T, plan, self.router_pass)
         if wanted is not None and len(hidden_TD) == len(wanted.tokens):  # `narrow_last_layer` returned only those
             return hidden_TD.index_select(0, wanted.places_M)

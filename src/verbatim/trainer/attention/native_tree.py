@@ -19,6 +19,8 @@ from verbatim.models.attention import AttentionCall
 SOURCE = native.CSource.read(Path(__file__).with_name("tree.c"))
 SIZE_MULTIPLE = 16
 """Head sizes must be a multiple of this: the C functions work on whole vectors of 16 floats."""
+ROUNDED_MULTIPLE = 32
+"""Head sizes must be a multiple of this for products of rounded factors: a tile has 32 of them in a row."""
 MOST_GROUPS = 96
 """Maximum number of query heads per key/value head: `ROWS` in tree.c."""
 MOST_KEYS = 2**31 - 1
@@ -38,6 +40,12 @@ def suits(num_heads: int, key_BKTD: Tensor, value_BKTE: Tensor, call: AttentionC
     fits = rounds and call.is_plain and not any(size % SIZE_MULTIPLE for size in sizes)
     fits = fits and num_heads <= MOST_GROUPS * value_BKTE.shape[1]
     return on_cpu and fits and native.library(SOURCE) is not None
+
+
+def has_tiles() -> bool:
+    """True if the C functions can multiply bfloat16 with the processor's matrix tiles (AMX)."""
+    library = native.library(SOURCE)
+    return library is not None and bool(library.rounds())
 
 
 class NativeForest:
@@ -74,10 +82,22 @@ class NativeForest:
         arrays = (self._keys, self._begins, self._ends, self._depths, self._queries)
         self.tree = _Tree(*(array.ctypes.data for array in arrays))
 
-    def attend(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> Tensor:
-        """The attention output, [Q, H, E], in the dtype of the values; it is computed in float32."""
+    def attend(
+        self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float, *, rounds: bool = False
+    ) -> Tensor:
+        """The attention output, [Q, H, E], in the dtype of the values; it is computed in float32.
+
+        Args:
+            query_QHD: Queries, [Q, H, D].
+            key_UKD: Keys, [U, K, D].
+            value_UKE: Values, [U, K, E].
+            scale: Factor of the scores.
+            rounds: Round the factors of all products to bfloat16, forward and backward, if this processor has matrix
+                tiles for them (AMX) and the sizes fit; sums stay float32.
+        """
         exact = [x.float() for x in (query_QHD, key_UKD, value_UKE)]
-        out_QHE: Tensor = _NativeTreeAttention.apply(*exact, scale, self)  # type: ignore[no-untyped-call]
+        rounds = rounds and has_tiles() and not any(x.shape[2] % ROUNDED_MULTIPLE for x in exact)
+        out_QHE: Tensor = _NativeTreeAttention.apply(*exact, scale, self, rounds)  # type: ignore[no-untyped-call]
         return out_QHE.to(value_UKE.dtype)
 
     def shape(self, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float) -> _Shape:
@@ -128,14 +148,21 @@ class _NativeTreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_QHD: Tensor, key_UKD: Tensor, value_UKE: Tensor, scale: float, forest: NativeForest
+        ctx: Any,
+        query_QHD: Tensor,
+        key_UKD: Tensor,
+        value_UKE: Tensor,
+        scale: float,
+        forest: NativeForest,
+        rounds: bool,
     ) -> Tensor:
         query_QHD, key_UKD, value_UKE = map(_last_dense, (query_QHD, key_UKD, value_UKE))
         out_QHE = query_QHD.new_empty(*query_QHD.shape[:2], value_UKE.shape[2])
         lse_QH = query_QHD.new_empty(query_QHD.shape[:2])
-        _call("forward", forest, (query_QHD, key_UKD, value_UKE), scale, (), (out_QHE, lse_QH))
+        kind = "_rounded" if rounds else ""
+        _call("forward" + kind, forest, (query_QHD, key_UKD, value_UKE), scale, (), (out_QHE, lse_QH))
         ctx.save_for_backward(query_QHD, key_UKD, value_UKE, out_QHE, lse_QH)
-        ctx.scale, ctx.forest = scale, forest
+        ctx.scale, ctx.forest, ctx.kind = scale, forest, kind
         return out_QHE
 
     @staticmethod
@@ -148,8 +175,8 @@ class _NativeTreeAttention(torch.autograd.Function):
         grad_key, grad_value = (x.new_zeros(parts, tokens, heads, x.shape[2]) for x in (key_UKD, value_UKE))
         given = (query_QHD, key_UKD, value_UKE)
         results = (out_QHE, lse_QH, grads[0].contiguous(), grad_query_QHD, grad_key, grad_value)
-        _call("backward", ctx.forest, given, ctx.scale, (parts,), results)
-        return grad_query_QHD, grad_key.sum(0), grad_value.sum(0), None, None
+        _call("backward" + ctx.kind, ctx.forest, given, ctx.scale, (parts,), results)
+        return grad_query_QHD, grad_key.sum(0), grad_value.sum(0), None, None, None
 
 
 def _last_dense(x: Tensor) -> Tensor:

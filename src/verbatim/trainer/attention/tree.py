@@ -57,6 +57,8 @@ class TreePlan:
         self._blocks: dict[int | None, list[_Block]] = {}
         self.wanted: Any = None
         """The tokens for which the last layer computes its output (`last_layer.Wanted`); None for all tokens."""
+        self.rounds = False
+        """True to round the factors of products to bfloat16 (see `NativeForest.attend`)."""
         self._native: dict[tuple[int | None, int, bool], NativeForest] = {}
 
     def attend(
@@ -96,7 +98,7 @@ class TreePlan:
             depths, ends = (x.astype(np.int32) for x in (self._depths, self._ends))
             self._native[kind] = NativeForest(depths, ends, window, groups, tokens)
         query_QHD, key_UKD, value_UKE = (x[0].transpose(0, 1) for x in (query_BHQD, key_BKTD, value_BKTD))
-        return self._native[kind].attend(query_QHD, key_UKD, value_UKE, call.scale)[None]
+        return self._native[kind].attend(query_QHD, key_UKD, value_UKE, call.scale, rounds=self.rounds)[None]
 
     def _plan(self, window: int | None) -> list[_Block]:
         blocks = []
