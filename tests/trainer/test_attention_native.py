@@ -14,7 +14,7 @@ from test_attention_tree import forest, seen_in
 from verbatim.models import native
 from verbatim.models.attention import AttentionCall
 from verbatim.trainer.attention import native_tree
-from verbatim.trainer.attention.native_tree import NativeForest, keys_of_blocks
+from verbatim.trainer.attention.native_tree import NativeForest, has_tiles, keys_of_blocks
 from verbatim.trainer.attention.tree import TreePlan
 
 needs_compiler = pytest.mark.skipif(
@@ -55,6 +55,65 @@ def test_it_is_attention_forward_and_backward(shape, seed, count, window, compil
     expected_grads = torch.autograd.grad(expected, exact, outside.double())
     for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
         assert difference(found.detach(), wanted.detach()) < 1e-6
+
+
+needs_tiles = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))) or not has_tiles(),
+    reason="this processor has no matrix tiles for bfloat16 (AMX)",
+)
+
+
+@pytest.mark.slow
+@needs_tiles
+@pytest.mark.parametrize("shape", [(4, 2, 32, 32), (9, 3, 64, 64), (8, 1, 64, 32), (3, 3, 32, 96)])
+@pytest.mark.parametrize(("seed", "count", "window"), [(0, 12, None), (1, 80, None), (1, 80, 3), (2, 40, 7)])
+def test_with_tiles_it_is_attention_with_rounded_factors(shape, seed, count, window, compiled_calls):
+    """Each product rounds two factors, by 2^-9 of them at most; the errors of a tensor's elements are random."""
+    batch = forest(seed, count)
+    qkv, outside = tensors(batch.num_tokens, shape)
+    plan = TreePlan(batch.position_ids, batch.ends)
+    plan.rounds = True
+    out = plan.attend(0, *qkv, attention_call("plain", window))
+    grads = torch.autograd.grad(out, qkv, outside)
+    assert {"forward_rounded", "backward_rounded"} <= {*compiled_calls}
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    expected = dense(*exact, seen_in(batch.starts, batch.ends, batch.position_ids, window), attention_call("plain", 1))
+    expected_grads = torch.autograd.grad(expected, exact, outside.double())
+    for found, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert 1e-3 < difference(found.detach(), wanted.detach()) < 3 * 2.0**-9
+
+
+@needs_tiles
+def test_with_tiles_threads_do_not_change_a_bit_and_other_tiles_are_kept():
+    """Products of bfloat16 in torch use the tiles too, with a configuration of their own."""
+    batch = forest(1, 300)
+    qkv, outside = tensors(batch.num_tokens, (4, 2, 32, 32))
+    a, b = torch.randn(100, 70).bfloat16(), torch.randn(70, 90).bfloat16()
+    before, found, product_before = torch.get_num_threads(), [], a @ b
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            plan = TreePlan(batch.position_ids, batch.ends)
+            plan.rounds = True
+            out = plan.attend(0, *qkv, attention_call("plain", None))
+            assert torch.equal(a @ b, product_before)
+            found.append([out, *torch.autograd.grad(out, qkv, outside)])
+            assert torch.equal(a @ b, product_before)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(48, 48), (32, 16)])
+def test_sizes_that_tiles_do_not_have_are_computed_in_float32(sizes, compiled_calls):
+    batch = forest(0)
+    qkv, _ = tensors(batch.num_tokens, (4, 2, *sizes))
+    plan = TreePlan(batch.position_ids, batch.ends)
+    exact = plan.attend(0, *qkv, attention_call("plain", None))
+    plan.rounds = True
+    assert torch.equal(plan.attend(0, *qkv, attention_call("plain", None)), exact)
+    assert "forward_rounded" not in compiled_calls
 
 
 @needs_compiler

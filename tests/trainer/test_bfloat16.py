@@ -11,10 +11,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from verbatim.algorithms.losses import LOSSES
 from verbatim.config.schema import LoraConfig, OptimConfig, TrainerConfig
+from verbatim.models import native
 from verbatim.models.attention import WholeSequencePlan
 from verbatim.models.head import CausalLM
 from verbatim.models.loading import load_model
 from verbatim.trainer.bfloat16 import MergedLinear, Products, RoundedLinear, can_round, in_float32, round_products
+from verbatim.trainer.fused import SOURCE
+from verbatim.trainer.rounded_parts import RoundedFeedForward, RoundedHead
 from verbatim.trainer.trainer import Trainer
 
 U = 2.0**-8
@@ -210,6 +213,42 @@ def adapter_gradients(made, samples):
     made.train_batch(samples)
     made.optimizer.step = step
     return kept
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
+def test_feed_forward_layers_have_the_bits_of_one_product_after_the_other(qwen, monkeypatch, lora):
+    """Two steps: B is 0 in the first one."""
+    found = []
+    for parts in (True, False):
+        if not parts:
+            monkeypatch.setattr("verbatim.trainer.compile.round_parts", lambda model: None)
+        made = trainer(qwen, dtype="bfloat16", lora=lora)
+        rounded = [m for m in made.model.modules() if isinstance(vars(m).get("forward"), RoundedFeedForward)]
+        assert len(rounded) == (2 if parts and native.library(SOURCE) is not None else 0)
+        if parts:
+            made.model.lm_head.forward = made.model.lm_head.forward.own  # its gradients are rounded
+        found.append([adapter_gradients(made, make_batch(seed=seed)) for seed in (0, 1)])
+    for a, b in zip(*found, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_head_is_float32_forward_and_rounded_backward(bias):
+    torch.manual_seed(0)
+    head = nn.Linear(48, 300, bias=bias)
+    x, outside = torch.randn(20, 48, requires_grad=True), torch.randn(20, 300)
+    exact = head(x).detach()
+    head.forward = RoundedHead(head, head.forward, Products())
+    out = head(x)
+    assert torch.equal(out.detach(), exact)
+    found = torch.autograd.grad(out, [x, *head.parameters()], outside)
+    w, g, x_MD = head.weight.detach().double(), outside.double(), x.detach().double()
+    for got, wanted, absolute in ((found[0], g @ w, g.abs() @ w.abs()), (found[1], g.T @ x_MD, g.abs().T @ x_MD.abs())):
+        off = (got.double() - wanted).abs()
+        assert got.dtype == torch.float32
+        assert (off <= ROUNDED * absolute + 1e-6).all() and off.max() > 1e-4
+    if bias:
+        torch.testing.assert_close(found[2], outside.sum(0))
 
 
 def test_adapters_stay_in_float32_and_their_base_is_rounded(qwen):

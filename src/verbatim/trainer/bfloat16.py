@@ -67,16 +67,17 @@ def can_round(model: Any) -> bool:
 
 def is_rounded(model: nn.Module) -> bool:
     """True if `round_products` changed this model."""
-    return _products_of(model) is not None
+    return products_of(model) is not None
 
 
 def rounds_now(model: nn.Module) -> bool:
     """True if `round_products` changed this model, outside `in_float32`."""
-    products = _products_of(model)
+    products = products_of(model)
     return products is not None and products.rounds
 
 
-def _products_of(model: nn.Module) -> Products | None:
+def products_of(model: nn.Module) -> Products | None:
+    """The state of a model's rounded layers; None if `round_products` has not changed the model."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return next((forward.products for forward in forwards if isinstance(forward, RoundedLinear)), None)
 

@@ -24,6 +24,7 @@ from verbatim.trainer.last_layer import narrow_last_layer
 from verbatim.trainer.linear import use_onednn
 from verbatim.trainer.logprobs import TargetLogprobs
 from verbatim.trainer.parallel.sharding import Sharding
+from verbatim.trainer.rounded_parts import round_parts
 
 _MOST_VARIANTS = 64
 """The value of torch's `recompile_limit`: a layer's code is compiled once for each combination of gradients on or off,
@@ -117,6 +118,7 @@ def choose_kernels(model: Any, *, compiled: bool, rounds: bool = False) -> None:
     narrow_last_layer(model)
     if rounds and can_round(model):
         round_products(model)
+        round_parts(model)
 
 
 def rounds_products(model: Any, config: TrainerConfig, device: torch.device, *, sharded: bool) -> bool:

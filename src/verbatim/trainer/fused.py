@@ -79,7 +79,7 @@ def fuse_layers(model: nn.Module) -> list[str]:
             module.forward = partial(_norm, module, module.forward)
         elif kind == "MLP" and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation"):
             if agrees(_feed_forwards, type(module), module.config):
-                module.forward = partial(_feed_forward, module)
+                module.forward = partial(feed_forward, module)
         elif kind == "Attention":
             home_of = sys.modules[home]
             given = getattr(home_of, _ROTATE)
@@ -125,7 +125,7 @@ def _feed_forwards(kind: type[Any], config: Any) -> _Numbers:
     small.hidden_size = small.intermediate_size = _SMALL
     part = kind(small).float()
     x = torch.randn(1, _ROWS, _SMALL, dtype=torch.float32, device="cpu")
-    yield _feed_forward(part, x), part(x), _exact(part, x)
+    yield feed_forward(part, x), part(x), _exact(part, x)
 
 
 def _rotations(rotate: Callable[..., tuple[Tensor, Tensor]]) -> _Numbers:
@@ -143,7 +143,7 @@ def _exact(part: Callable[..., Any], *inputs: Tensor) -> Any:
 
 def suits(*tensors: Tensor) -> bool:
     """True if the C functions can read these tensors: float32, on a CPU, outside autocast. Fake tensors count too, so
-    that a memory plan measures the same path; `_call` then computes nothing."""
+    that a memory plan measures the same path; `call` then computes nothing."""
     return not torch.is_autocast_enabled("cpu") and all(
         type(x) in (Tensor, nn.Parameter, FakeTensor) and x.dtype == torch.float32 and x.device.type == "cpu"
         for x in tensors
@@ -157,7 +157,8 @@ def _norm(module: Any, own: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out
 
 
-def _feed_forward(module: Any, x: Tensor) -> Tensor:
+def feed_forward(module: Any, x: Tensor) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`; the `forward` of known feed-forward layers."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     if not suits(gate, up) or gate.shape[-1] % MULTIPLE or not gate.numel():
         out: Tensor = module.down_proj(module.act_fn(gate) * up)
@@ -189,7 +190,7 @@ class _Norm(torch.autograd.Function):
         size = x.shape[-1]
         rows = x.numel() // size
         out, scales = torch.empty_like(x), x.new_empty(rows)
-        _call("norm_forward", rows, size, ctypes.c_float(eps), x, weight, out, scales)
+        call("norm_forward", rows, size, ctypes.c_float(eps), x, weight, out, scales)
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -199,7 +200,7 @@ class _Norm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         size = x.shape[-1]
         grad_x, grad_weights = torch.empty_like(x), x.new_empty(PARTS, size)
-        _call("norm_backward", len(scales), size, PARTS, x, weight, scales, grads[0].contiguous(), grad_x, grad_weights)
+        call("norm_backward", len(scales), size, PARTS, x, weight, scales, grads[0].contiguous(), grad_x, grad_weights)
         return grad_x, grad_weights.sum(0), None
 
 
@@ -208,7 +209,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        _call("swiglu_forward", gate.numel(), gate, up, out)
+        call("swiglu_forward", gate.numel(), gate, up, out)
         ctx.save_for_backward(gate, up)
         return out
 
@@ -217,7 +218,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        _call("swiglu_backward", gate.numel(), gate, up, grads[0].contiguous(), grad_gate, grad_up)
+        call("swiglu_backward", gate.numel(), gate, up, grads[0].contiguous(), grad_gate, grad_up)
         return grad_gate, grad_up
 
 
@@ -239,11 +240,11 @@ class _Rotated(torch.autograd.Function):
 def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) -> Tensor:
     x_THD = x_THD.contiguous()
     out = torch.empty_like(x_THD)
-    _call("rotate", *x_THD.shape, ctypes.c_float(direction), x_THD, cos_TD, sin_TD, out)
+    call("rotate", *x_THD.shape, ctypes.c_float(direction), x_THD, cos_TD, sin_TD, out)
     return out
 
 
-def _call(name: str, *inputs: Any) -> None:
+def call(name: str, *inputs: Any) -> None:
     """Call a C function: ints are passed as int64, tensors as pointers. With fake tensors, which have no data, nothing
     is called."""
     if any(isinstance(x, FakeTensor) for x in inputs):

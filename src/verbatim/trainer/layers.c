@@ -64,6 +64,37 @@ void swiglu_backward(int64_t count, const float *gate, const float *up, const fl
     }
 }
 
+/* As above, with all numbers in bfloat16, and in float32 between reading and writing. */
+typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4)));
+
+INLINE vf widened(const uint16_t *from) { return (vf)(__builtin_convertvector(*(const vh *)from, vu) << 16); }
+
+/* rounds to the nearest, to even in the middle; NaN stays NaN */
+INLINE void narrow(uint16_t *to, vf x) {
+    vu bits = (vu)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(vh *)to = __builtin_convertvector((vu)choose((vi)(x == x), (vf)rounded, (vf)(splat_int(0x7fc0))), vh);
+}
+
+void swiglu_forward_half(int64_t count, const uint16_t *gate, const uint16_t *up, uint16_t *out) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf g = widened(gate + i);
+        narrow(out + i, g / (1.0f + exponential(-g)) * widened(up + i));
+    }
+}
+
+void swiglu_backward_half(int64_t count, const uint16_t *gate, const uint16_t *up, const uint16_t *grad,
+                          uint16_t *grad_gate, uint16_t *grad_up) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf g = widened(gate + i), mine = widened(grad + i);
+        vf s = 1.0f / (1.0f + exponential(-g));
+        narrow(grad_up + i, mine * g * s);
+        narrow(grad_gate + i, mine * widened(up + i) * s * (1.0f + g * (1.0f - s)));
+    }
+}
+
 /* Rotates each pair (x[d], x[d + size / 2]) of each head by its token's angle: x cos + rotated x sin. `direction` is 1
    for the forward pass and -1 for the inverse. The tables have `size` numbers per token; the second half repeats the
    first. */
