@@ -70,7 +70,7 @@ class RoundedFeedForward:
     def __call__(self, x: Tensor) -> Tensor:
         layers = _projections(self.module)
         given = [argument for layer in layers for argument in _arguments(layer)]
-        weights = given[::_PER_LAYER]
+        weights = [_base(layer).weight for layer in layers]
         fits = fused.suits(x, *weights) and not any(size % fused.MULTIPLE for w in weights for size in w.shape)
         if not self.products.rounds or not fits or not x.numel():
             return self.own(x)
@@ -137,7 +137,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _by_layer(given: Sequence[Any]) -> list[tuple[Any, Any, Any, Any]]:
-    return [tuple(given[i : i + _PER_LAYER]) for i in range(0, 3 * _PER_LAYER, _PER_LAYER)]  # type: ignore[misc]
+    return [tuple(given[i : i + _PER_LAYER]) for i in range(0, 3 * _PER_LAYER, _PER_LAYER)]
 
 
 def parameter_gradients(
