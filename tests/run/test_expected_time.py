@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from verbatim.config import load_config
+from verbatim.config import dump_config, load_config
 from verbatim.config.recipe_files import recipes
 from verbatim.core.types import TrainingSample
-from verbatim.run.expected_time import Trial, TrialOrder, duration, expected, is_measured, lines
+from verbatim.run import expected_time
+from verbatim.run.environments import Environments
+from verbatim.run.expected_time import Trial, TrialOrder, announce, duration, expected, is_measured, lines
 from verbatim.run.rollouts import inference_settings
 
 TRIAL = Trial(
@@ -88,6 +91,17 @@ def test_small_models_and_models_elsewhere_are_not_measured(config, tmp_path):
     assert not is_measured(small.model_copy(update={"inference": inference}))
 
 
+def with_dtypes(config):
+    """The recipe's configuration without "auto", and without adapters."""
+    settings = inference_settings(config).model_copy(update={"dtype": "float32"})
+    return config.model_copy(
+        update={
+            "inference": config.inference.model_copy(update={"torch": settings}),
+            "trainer": config.trainer.model_copy(update={"dtype": "float32", "lora": None}),
+        }
+    )
+
+
 def sample(*ids: int, trained: int) -> TrainingSample:
     length = len(ids)
     mask = np.arange(length) >= length - trained
@@ -103,6 +117,20 @@ def sample(*ids: int, trained: int) -> TrainingSample:
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
+def test_a_measurement_that_fails_does_not_stop_the_run(config, monkeypatch, caplog):
+    """Started as a program, as a run does it, whose model is not there."""
+    monkeypatch.setattr(expected_time, "is_measured", lambda config: True)
+    monkeypatch.setattr(expected_time, "like_episodes", lambda *args: [[sample(1, 2, 3, trained=1)]])
+    made = with_dtypes(config.model_copy(update={"model": config.model.model_copy(update={"name": "/no/such/model"})}))
+    console = Console(record=True)
+    announce(made, Environments(train={}, eval={}), console)
+    assert console.export_text() == ""
+    (record,) = caplog.records
+    assert "could not be measured" in record.message and "/no/such/model" in record.message
+
+
+@pytest.mark.slow
 def test_real_passes_are_measured_and_batches_counted(config, qwen_folder, monkeypatch):
     """Eight groups of eight. Both conversations begin with 10 tokens; each then has 5 of its own and 4 trained ones.
     The eight groups are two different conversations: 10 + 2 x 9 tokens if a group's members are alike. If not, each of
@@ -111,14 +139,10 @@ def test_real_passes_are_measured_and_batches_counted(config, qwen_folder, monke
 
     monkeypatch.setattr(speed_trial, "SECONDS", 0.05)
     one, other = (sample(*range(10), *range(20 + k, 29 + k), trained=4) for k in (0, 1))
-    settings = inference_settings(config).model_copy(update={"dtype": "float32"})
-    small = config.model_copy(
-        update={
-            "inference": config.inference.model_copy(update={"torch": settings}),
-            "trainer": config.trainer.model_copy(update={"dtype": "float32", "lora": None}),
-        }
+    small = with_dtypes(config)
+    found = speed_trial.measure(
+        TrialOrder(config=dump_config(small), model=str(qwen_folder), conversations=[[one], [other]])
     )
-    found = speed_trial.measure(TrialOrder(config=small, model=str(qwen_folder), conversations=[[one], [other]]))
     assert found.sequences == 64
     assert (found.fewest_trained, found.most_trained, found.sampled_per_episode) == (28, 276, 4.0)
     assert found.warm_start_tokens == 28

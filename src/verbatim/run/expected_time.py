@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from verbatim.config import dump_config
 from verbatim.config.schema import RunConfig
 from verbatim.core.children import run_program, text_of
 from verbatim.core.errors import UsageError
@@ -45,7 +47,8 @@ _PATIENCE = 300.0
 class TrialOrder:
     """What `speed_trial` measures."""
 
-    config: RunConfig
+    config: str
+    """The run's configuration in TOML. Its classes are made for the backend, so they cannot be pickled."""
     model: str
     """Folder of the model's weights."""
     conversations: list[list[TrainingSample]]
@@ -107,10 +110,10 @@ def announce(config: RunConfig, environments: Environments, console: Console) ->
     if not is_measured(config):
         return
     model = folder_of(str(config.model.name))
-    conversations = _conversations(config, environments, model)
+    conversations = like_episodes(config, environments, model)
     if not conversations:
         return
-    order = TrialOrder(config=config, model=str(model), conversations=conversations)
+    order = TrialOrder(config=dump_config(config), model=str(model), conversations=conversations)
     with LiveView(console).stage("measuring this machine"):
         trial = _measured(order)
     if trial is not None:
@@ -137,7 +140,7 @@ def _on_cpu(device: str) -> bool:
     return resolve_device(device).type == "cpu"
 
 
-def _conversations(config: RunConfig, environments: Environments, model: str | Path) -> list[list[TrainingSample]]:
+def like_episodes(config: RunConfig, environments: Environments, model: str | Path) -> list[list[TrainingSample]]:
     """The samples of some demonstrations; empty if no environment has any."""
     from verbatim.models.loading import load_tokenizer
 
@@ -154,7 +157,7 @@ def _measured(order: TrialOrder) -> Trial | None:
     command = [sys.executable, "-m", "verbatim.run.speed_trial"]
     try:
         done = run_program(command, timeout=_PATIENCE, given=pickle.dumps(order))
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("how long a step will take could not be measured: %s", error)
         return None
     if done.returncode:

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.config import load_config
 from verbatim.config.schema import RunConfig, TrainerConfig
 from verbatim.core.sampling import SamplingParams
 from verbatim.core.types import TrainingSample
@@ -37,7 +39,7 @@ def measure(order: TrialOrder) -> Trial:
     """Measure both sides, one after the other, with the threads that each has while both compute."""
     import torch
 
-    config, model = order.config, order.model
+    config, model = _parsed(order.config), order.model
     torch.set_num_threads(threads_of(config, None) or torch.get_num_threads())
     _forget_peak()
     sampled, prompts, sequences = _sampler(config, model, order.conversations)
@@ -60,6 +62,13 @@ def measure(order: TrialOrder) -> Trial:
         trainer_bytes=trainer_bytes,
         **sizes,
     )
+
+
+def _parsed(toml: str) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.toml"
+        file.write_text(toml, encoding="utf-8")
+        return load_config(file)
 
 
 def _sampler(
