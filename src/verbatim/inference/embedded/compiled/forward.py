@@ -165,6 +165,9 @@ class CompiledForward:
             logits=self._logits.data_ptr(),
             threads=_threads(num * stride * self._model.fields.width),
         )
+        if self._model.is_rounded and self._kernel.verbatim_tiles():
+            rounded = torch.empty(2 * hidden.numel(), dtype=torch.bfloat16)
+            given.rounded = rounded.data_ptr()
         self._kernel.verbatim_logits(ctypes.addressof(given))
         return given
 

@@ -49,6 +49,14 @@
 #else
 #define DOTS 0
 #endif
+#if DOTS && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES 1
+#else
+#define TILES 0
+#endif
 #define PANEL (2 * LANES)           /* columns of a product computed together */
 #define PARTS (PAGE / LANES)        /* vectors of a page's keys */
 #define PAGES_AT_ONCE (4 / PARTS)
@@ -343,10 +351,176 @@ PRODUCT(product_widened, WIDENED, float, half)
 PRODUCT(product_rounded, ROUNDED, half, half)
 #endif
 
-/* As above. `rounded` is x in bfloat16 if the CPU multiplies bfloat16, else NULL; `halves`: w is in bfloat16. */
-static void product(const float *x, const half *rounded, int64_t ldx, const void *w, int halves, const float *bias,
-                    int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)
+/* ---- products of bfloat16 matrices by AMX, in tiles of 16 rows of 64 bytes
+
+   The packed layout of a panel is that of two tiles side by side: row k / 2 has the elements k and k + 1 of 16 columns.
+   For each row and column, the products of the even and of the odd k of a tile are summed apart, then added to the sum
+   of the tiles before. So the order of a sum depends only on its length, and any number of rows gives the same bits. */
+
+#if TILES
+#define AMX_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM of arch_prctl, */
+#define AMX_DATA 18           /* and the state that it asks for */
+
+/* Asks the system once for the use of tiles. It refuses if it is too old, or if a signal's stack is too small. */
+static int tiles_allowed(void)
 {
+    static atomic_int found = -1;
+    int known = atomic_load(&found);
+    if (known >= 0) return known;
+    unsigned a, b, c, d = 0;
+    int has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 22 & 1);
+    known = has && syscall(SYS_arch_prctl, AMX_PERMISSION, AMX_DATA) == 0;
+    atomic_store(&found, known);
+    return known;
+}
+
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+/* Sums are tiles 0 to 3, inputs (of `rows` and `more` rows) 4 and 5, weights 6 and 7; a step is `depth` products. */
+static void shape_tiles(int64_t rows, int64_t more, int64_t depth)
+{
+    TileShapes s = {.palette = 1};
+    for (int i = 0; i < 4; i++) s.bytes[i] = 64, s.rows[i] = (uint8_t)(more && i >= 2 ? more : rows);
+    s.bytes[4] = s.bytes[5] = (uint16_t)(2 * depth), s.bytes[6] = s.bytes[7] = 64;
+    s.rows[4] = (uint8_t)rows, s.rows[5] = (uint8_t)(more ? more : rows);
+    s.rows[6] = s.rows[7] = (uint8_t)(depth / 2);
+    _tile_loadconfig(&s);
+}
+
+/* Writes the sums in a tile to `rows` rows of y. */
+#define WRITE_TILE(number, rows, y, bias)                                                                        \
+    do {                                                                                                         \
+        if (!adds && !(bias)) {                                                                                  \
+            _tile_stored(number, y, 4 * ldy);                                                                    \
+            break;                                                                                               \
+        }                                                                                                        \
+        float sums[16 * 16] __attribute__((aligned(64)));                                                        \
+        _tile_stored(number, sums, 64);                                                                          \
+        vec given = (bias) ? load(bias) : all(0.0f);                                                             \
+        for (int64_t r = 0; r < (rows); r++) {                                                                   \
+            float *to = (y) + r * ldy;                                                                           \
+            store(to, adds ? load(sums + 16 * r) + given + load(to) : load(sums + 16 * r) + given);              \
+        }                                                                                                        \
+    } while (0)
+#define AT(column) (bias ? bias + (column) : NULL)
+
+/* One panel for 17 to 32 rows. `low`: inputs are the sums x + low. */
+static void tiles_of_rows(const half *x, const half *low, int64_t ldx, const half *w, const float *bias, int64_t k_end,
+                          int64_t depth, float *y, int64_t ldy, int64_t more, int64_t wanted, int adds)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < k_end; k += depth) {
+        const half *at = w + k * PANEL;
+        _tile_loadd(6, at, 4 * PANEL);
+        _tile_loadd(7, at + 32, 4 * PANEL);
+        _tile_loadd(4, x + k, 2 * ldx);
+        _tile_loadd(5, x + 16 * ldx + k, 2 * ldx);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        if (!low) continue;
+        _tile_loadd(4, low + k, 2 * ldx);
+        _tile_loadd(5, low + 16 * ldx + k, 2 * ldx);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    WRITE_TILE(0, 16, y, bias);
+    WRITE_TILE(2, more, y + 16 * ldy, bias);
+    if (wanted <= 16) return;
+    WRITE_TILE(1, 16, y + 16, AT(16));
+    WRITE_TILE(3, more, y + 16 * ldy + 16, AT(16));
+}
+
+/* One or two panels for up to 16 rows. */
+INLINE void tiles_of_columns(int panels, const half *x, const half *low, int64_t ldx, const half *w, const float *bias,
+                             int64_t k_end, int64_t depth, float *y, int64_t ldy, int64_t rows, int64_t wanted, int adds)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < k_end; k += depth) {
+        const half *at = w + k * PANEL, *next = at + k_end * PANEL;
+        _tile_loadd(4, x + k, 2 * ldx);
+        if (low) _tile_loadd(5, low + k, 2 * ldx);
+        _tile_loadd(6, at, 4 * PANEL);
+        _tile_loadd(7, at + 32, 4 * PANEL);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (low) {
+            _tile_dpbf16ps(0, 5, 6);
+            _tile_dpbf16ps(1, 5, 7);
+        }
+        if (panels == 1) continue;
+        _tile_loadd(6, next, 4 * PANEL);
+        _tile_loadd(7, next + 32, 4 * PANEL);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_dpbf16ps(3, 4, 7);
+        if (low) {
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    WRITE_TILE(0, rows, y, bias);
+    if (wanted > 16) WRITE_TILE(1, rows, y + 16, AT(16));
+    if (wanted > 32) WRITE_TILE(2, rows, y + 32, AT(32));
+    if (wanted > 48) WRITE_TILE(3, rows, y + 48, AT(48));
+}
+
+/* As the products above, with the inputs x, or x + low if that is given. */
+static void product_of_tiles(const half *x, const half *low, int64_t ldx, const half *w, const float *bias,
+                             int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last, int adds)
+{
+    int64_t depth = k_end % 32 ? 16 : 32, shape = 0;
+    for (int64_t n = first, panels; n < last; n += panels * PANEL) {
+        panels = last - n > PANEL ? 2 : 1;
+        for (int64_t t = 0, rows; t < t_end; t += rows) {
+            rows = t_end - t < 32 ? t_end - t : 32;
+            if (rows != shape) shape_tiles(rows < 16 ? rows : 16, rows > 16 ? rows - 16 : 0, depth);
+            shape = rows;
+            const half *from = x + t * ldx, *rest = low ? low + t * ldx : NULL, *panel = w + n * k_end;
+            float *to = y + t * ldy + n;
+            if (rows > 16)
+                for (int64_t p = 0; p < panels; p++)
+                    tiles_of_rows(from, rest, ldx, panel + p * PANEL * k_end, AT(n + p * PANEL), k_end, depth,
+                                  to + p * PANEL, ldy, rows - 16, last - n - p * PANEL, adds);
+            else if (panels == 2)
+                tiles_of_columns(2, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds);
+            else tiles_of_columns(1, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds);
+        }
+    }
+    _tile_release();
+}
+#else
+static int tiles_allowed(void) { return 0; }
+#endif
+
+/* 1 if the CPU multiplies tiles of bfloat16 (AMX) and the system allows it. */
+int64_t verbatim_tiles(void) { return tiles_allowed(); }
+
+/* As above. `halves`: w is in bfloat16. `rounded` is x in bfloat16 if the CPU multiplies bfloat16, else NULL. `low` is
+   given only with tiles: what the rounding left out, so that x is rounded + low up to 2^-17 of it. */
+static void product(const float *x, const half *rounded, const half *low, int64_t ldx, const void *w, int halves,
+                    const float *bias, int64_t k_end, float *y, int64_t ldy, int64_t t_end, int64_t first, int64_t last,
+                    int adds)
+{
+#if TILES
+    if (rounded && tiles_allowed()) {
+        product_of_tiles(rounded, low, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
+        return;
+    }
+#endif
+    (void)low;
 #if DOTS
     if (rounded) {
         product_rounded(rounded, ldx, w, bias, k_end, y, ldy, t_end, first, last, adds);
@@ -366,7 +540,7 @@ void verbatim_product_of_halves(const float *x, const half *w, const float *bias
                                 int64_t k_end, half *rounded, float *y)
 {
     for (int64_t i = 0; DOTS && i < t_end * k_end; i += LANES) put(NULL, rounded + i, load(x + i));
-    product(x, DOTS ? rounded : NULL, k_end, w, 1, bias, k_end, y, n_end, t_end, 0, n_end, 0);
+    product(x, DOTS ? rounded : NULL, NULL, k_end, w, 1, bias, k_end, y, n_end, t_end, 0, n_end, 0);
 }
 
 /* x / sqrt(mean(x^2) + eps) * weight */
@@ -800,7 +974,7 @@ static void norm_mlp(void *arg, int64_t index, int64_t count)
 INLINE void multiply(const Work *w, const float *x, const half *rounded, const void *weight, const float *bias,
                      int64_t k_end, float *y, int64_t ldy, int64_t first, int64_t last, int adds)
 {
-    product(x, rounded, k_end, weight, w->m->halves != 0, bias, k_end, y, ldy, w->tile_rows, first, last, adds);
+    product(x, rounded, NULL, k_end, weight, w->m->halves != 0, bias, k_end, y, ldy, w->tile_rows, first, last, adds);
 }
 
 static void project_heads(void *arg, int64_t index, int64_t count)
@@ -1005,6 +1179,7 @@ typedef struct {
     float *scratch;             /* [threads][stride], if rows are truncated */
     int32_t *kept;              /* [rows, stride]: kept set of each row, ascending ids; NULL = not requested */
     int64_t *num_kept;          /* [rows], 0 = not truncated */
+    half *rounded;              /* working memory [2, rows, W] if the CPU multiplies tiles of bfloat16, else NULL */
 } Draw;
 
 static void head(void *arg, int64_t index, int64_t count)
@@ -1013,9 +1188,12 @@ static void head(void *arg, int64_t index, int64_t count)
     /* Panels are narrower than 16 if vectors have 4 numbers. No panel is packed behind the one with the last token. */
     SHARE(first, last, smaller(ROUND(d->m->vocab), verbatim_packed(d->m->vocab, 1)), PANEL);
     int64_t most = greater(48, 98304 / d->m->width); /* rows of hidden states that fit the L2 cache */
-    for (int64_t t = 0; t < d->rows; t += most)
-        product(d->hidden + t * d->m->width, NULL, d->m->width, d->m->head, d->m->halves != 0, NULL, d->m->width,
-                d->logits + t * d->stride, d->stride, smaller(most, d->rows - t), first, last, 0);
+    for (int64_t t = 0; t < d->rows; t += most) {
+        const half *rounded = d->rounded ? d->rounded + t * d->m->width : NULL;
+        product(d->hidden + t * d->m->width, rounded, rounded ? rounded + d->rows * d->m->width : NULL, d->m->width,
+                d->m->head, d->m->halves != 0, NULL, d->m->width, d->logits + t * d->stride, d->stride,
+                smaller(most, d->rows - t), first, last, 0);
+    }
 }
 
 /* The largest number whose weight, plus the weights of all larger numbers, reaches `target`; the smallest if none
@@ -1201,8 +1379,24 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
     for (int64_t row = first; row < last; row++) draw_row(d, row, d->scratch + index * d->stride);
 }
 
+/* Writes x in two parts: rounded to bfloat16, and the rest, rounded too. */
+static void split(const float *x, int64_t count, half *rounded, half *low)
+{
+    for (int64_t i = 0; i < count; i += LANES) {
+        float rest[LANES];
+        put(NULL, rounded + i, load(x + i));
+        for (int j = 0; j < LANES; j++) rest[j] = x[i + j] - widened(rounded[i + j]);
+        put(NULL, low + i, load(rest));
+    }
+}
+
 /* Computes the logits of all rows. */
-void verbatim_logits(Draw *d) { run(d->threads, head, d); }
+void verbatim_logits(Draw *d)
+{
+    int64_t count = d->rows * d->m->width;
+    if (d->rounded) split(d->hidden, count, d->rounded, d->rounded + count);
+    run(d->threads, head, d);
+}
 
 /* Samples a token, with its logprob, from the logits of each row. For truncated rows, also writes the kept set. */
 void verbatim_draw(Draw *d) { run(d->threads, draw_rows, d); }

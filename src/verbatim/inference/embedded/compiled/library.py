@@ -26,6 +26,7 @@ def load_kernel() -> ctypes.CDLL | None:
         ("logits", None, (pointer,)),
         ("draw", None, (pointer,)),
         ("rounds", number, ()),
+        ("tiles", number, ()),
         ("product_of_halves", None, (*(pointer,) * 3, *(number,) * 3, *(pointer,) * 2)),
     ):
         function = getattr(kernel, f"verbatim_{name}")

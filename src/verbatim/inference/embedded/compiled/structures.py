@@ -102,6 +102,7 @@ class DrawFields(ctypes.Structure):
         ("scratch", _POINTER),
         ("kept", _POINTER),
         ("num_kept", _POINTER),
+        ("rounded", _POINTER),
     )
 
 
