@@ -408,9 +408,15 @@ static void shape_tiles(int64_t rows, int64_t more, int64_t depth)
     } while (0)
 #define AT(column) (bias ? bias + (column) : NULL)
 
+/* Which cache lines of a step of the next panel are fetched while this panel is multiplied: the blocks of rows share
+   them, because they would wait for one another's if one block fetched all. */
+typedef struct { int64_t first, last; } Lines;
+#define FETCH(step) for (int64_t i = fetch.first; i < fetch.last; i++) __builtin_prefetch((step) + i * PANEL, 0, 2)
+
 /* One panel for 17 to 32 rows. `low`: inputs are the sums x + low. */
 static void tiles_of_rows(const half *x, const half *low, int64_t ldx, const half *w, const float *bias, int64_t k_end,
-                          int64_t depth, float *y, int64_t ldy, int64_t more, int64_t wanted, int adds)
+                          int64_t depth, float *y, int64_t ldy, int64_t more, int64_t wanted, int adds,
+                          Lines fetch)
 {
     _tile_zero(0);
     _tile_zero(1);
@@ -418,6 +424,7 @@ static void tiles_of_rows(const half *x, const half *low, int64_t ldx, const hal
     _tile_zero(3);
     for (int64_t k = 0; k < k_end; k += depth) {
         const half *at = w + k * PANEL;
+        FETCH(at + k_end * PANEL);
         _tile_loadd(6, at, 4 * PANEL);
         _tile_loadd(7, at + 32, 4 * PANEL);
         _tile_loadd(4, x + k, 2 * ldx);
@@ -443,7 +450,8 @@ static void tiles_of_rows(const half *x, const half *low, int64_t ldx, const hal
 
 /* One or two panels for up to 16 rows. */
 INLINE void tiles_of_columns(int panels, const half *x, const half *low, int64_t ldx, const half *w, const float *bias,
-                             int64_t k_end, int64_t depth, float *y, int64_t ldy, int64_t rows, int64_t wanted, int adds)
+                             int64_t k_end, int64_t depth, float *y, int64_t ldy, int64_t rows, int64_t wanted, int adds,
+                             Lines fetch)
 {
     _tile_zero(0);
     _tile_zero(1);
@@ -451,6 +459,8 @@ INLINE void tiles_of_columns(int panels, const half *x, const half *low, int64_t
     _tile_zero(3);
     for (int64_t k = 0; k < k_end; k += depth) {
         const half *at = w + k * PANEL, *next = at + k_end * PANEL;
+        FETCH(at + panels * k_end * PANEL);
+        if (panels == 2) FETCH(at + 3 * k_end * PANEL);
         _tile_loadd(4, x + k, 2 * ldx);
         if (low) _tile_loadd(5, low + k, 2 * ldx);
         _tile_loadd(6, at, 4 * PANEL);
@@ -490,13 +500,15 @@ static void product_of_tiles(const half *x, const half *low, int64_t ldx, const 
             shape = rows;
             const half *from = x + t * ldx, *rest = low ? low + t * ldx : NULL, *panel = w + n * k_end;
             float *to = y + t * ldy + n;
+            int64_t block = t / 32, blocks = (t_end + 31) / 32;
+            Lines fetch = {depth * block / blocks, depth * (block + 1) / blocks};
             if (rows > 16)
                 for (int64_t p = 0; p < panels; p++)
                     tiles_of_rows(from, rest, ldx, panel + p * PANEL * k_end, AT(n + p * PANEL), k_end, depth,
-                                  to + p * PANEL, ldy, rows - 16, last - n - p * PANEL, adds);
+                                  to + p * PANEL, ldy, rows - 16, last - n - p * PANEL, adds, fetch);
             else if (panels == 2)
-                tiles_of_columns(2, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds);
-            else tiles_of_columns(1, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds);
+                tiles_of_columns(2, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds, fetch);
+            else tiles_of_columns(1, from, rest, ldx, panel, AT(n), k_end, depth, to, ldy, rows, last - n, adds, fetch);
         }
     }
     _tile_release();
