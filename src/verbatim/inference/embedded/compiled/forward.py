@@ -62,10 +62,13 @@ class CompiledForward:
         kernel: ctypes.CDLL,
     ) -> None:
         self._kernel = kernel
-        self.bytes_per_token = shape.bytes_per_token(torch.float32)
-        """Bytes of one token's keys and values in all layers."""
         self._model = KernelModel(kernel, model, fast, calls)
-        self.cache = PagedCache(shape, num_slots + 1, context_length)
+        self.uses_tiles = self._model.is_rounded and bool(kernel.verbatim_tiles())
+        """True if products and attention are computed by AMX, in bfloat16 with sums in float32."""
+        dtype = torch.bfloat16 if self.uses_tiles else torch.float32
+        self.bytes_per_token = shape.bytes_per_token(dtype)
+        """Bytes of one token's keys and values in all layers."""
+        self.cache = PagedCache(shape, num_slots + 1, context_length, dtype)
         self._scored = num_slots  # an extra slot for scoring sequences, in which nothing is sampled
         self._memory = torch.empty(0)
         self._logits = torch.empty(0)
@@ -165,7 +168,7 @@ class CompiledForward:
             logits=self._logits.data_ptr(),
             threads=_threads(num * stride * self._model.fields.width),
         )
-        if self._model.is_rounded and self._kernel.verbatim_tiles():
+        if self.uses_tiles:
             rounded = torch.empty(2 * hidden.numel(), dtype=torch.bfloat16)
             given.rounded = rounded.data_ptr()
         self._kernel.verbatim_logits(ctypes.addressof(given))

@@ -9,7 +9,9 @@
 
    A bfloat16 model keeps only its matrices in bfloat16 here; hidden states, sums, norms, attention, keys and values,
    and logits are float32. If the CPU multiplies bfloat16 (DOTS), the inputs of a layer's products are rounded to
-   bfloat16. Otherwise, and in the output head, weights are widened in registers and inputs are not rounded.
+   bfloat16. Otherwise, and in the output head, weights are widened in registers and inputs are not rounded. AMX (TILES)
+   computes all of these products where the CPU has it, the head's with inputs in two parts, and attention too, with keys
+   and values in bfloat16.
 
    Legend: T rows, W width, H query heads, K key/value heads, G = H / K, D head size, I inner width, V vocabulary. */
 
@@ -589,7 +591,7 @@ typedef struct {
     const int64_t *ids, *positions, *slots;
     const int32_t *tables;      /* [slots, table_width]: page numbers of each slot */
     int64_t table_width;
-    float *const *chunks;       /* memory of the pages: each [planes, 1 << chunk_bits, D * PAGE] */
+    void *const *chunks;        /* memory of the pages: each [planes, 1 << chunk_bits, D * PAGE] */
     int64_t chunk_bits;
     int64_t outs;
     const int64_t *out_rows;
@@ -621,11 +623,22 @@ typedef struct {
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE const int32_t *table_of(const Pass *p, int64_t row) { return p->tables + p->slots[row] * p->table_width; }
+INLINE char *plane_of(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int value, int bytes)
+{
+    int64_t size = PAGE * m->head_size * bytes, number = (layer * m->kv_heads + head) * 2 + value;
+    int64_t chunk = page >> p->chunk_bits, within = page - (chunk << p->chunk_bits);
+    return (char *)p->chunks[chunk] + ((number << p->chunk_bits) + within) * size;
+}
 INLINE float *plane(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int value)
 {
-    int64_t size = PAGE * m->head_size, number = (layer * m->kv_heads + head) * 2 + value;
-    int64_t chunk = page >> p->chunk_bits, within = page - (chunk << p->chunk_bits);
-    return p->chunks[chunk] + ((number << p->chunk_bits) + within) * size;
+    return (float *)plane_of(m, p, page, layer, head, value, sizeof(float));
+}
+
+/* True if keys and values are bfloat16, in the layout of tiles: keys as [D / 2][PAGE][2], values as [PAGE / 2][D][2]. */
+INLINE int narrow(const Model *m) { return m->halves && tiles_allowed(); }
+INLINE half *narrow_plane(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int value)
+{
+    return (half *)plane_of(m, p, page, layer, head, value, sizeof(half));
 }
 
 static int64_t common_pages(const Pass *p, const Piece *a, const Piece *b)
@@ -758,7 +771,117 @@ typedef struct {
     int64_t group, size;        /* G and D */
     float *q, *scores, *out;    /* [queries, D], [queries, SPAN], [queries, 2, D] */
     float *top, *total;         /* [queries]: largest score, and sum of exp(score - top) */
+    half *narrow;               /* [queries, D]: the queries in bfloat16, if keys and values are; else NULL */
+    int64_t *shape;             /* rows of the tiles as they are configured */
 } Tiled;
+
+/* Attention by AMX, with queries, keys, weights and values in bfloat16. A step over a page adds to each score or output
+   on its own, so that any split of the pages gives the same bits. Weights lie at the start of the row of scores. */
+#if TILES
+/* Tiles 0 to 3 are scores or outputs; 4 and 5 queries and keys; 6 and 7 weights and values. */
+static void shape_attention(const Tiled *t, int64_t rows)
+{
+    if (*t->shape == rows) return;
+    *t->shape = rows;
+    int64_t depth = t->size % 32 ? 16 : 32;
+    TileShapes s = {.palette = 1};
+    for (int i = 0; i < 8; i++) s.bytes[i] = 64, s.rows[i] = (uint8_t)rows;
+    s.bytes[4] = (uint16_t)(2 * depth), s.rows[5] = (uint8_t)(depth / 2);
+    s.bytes[6] = 2 * PAGE, s.rows[7] = PAGE / 2;
+    _tile_loadconfig(&s);
+}
+
+#define SCORE_TILE(number)                                                   \
+    if (pages > number) {                                                    \
+        _tile_loadd(5, k[number] + d * PAGE, 4 * PAGE);                      \
+        _tile_dpbf16ps(number, 4, 5);                                        \
+    }
+#define STORE_SCORES(number) if (pages > number) _tile_stored(number, scores + number * PAGE, 4 * STRIDE)
+INLINE void score_tiles(int pages, const half *q, int64_t size, const half *const *k, float *scores)
+{
+    int64_t depth = size % 32 ? 16 : 32;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < size; d += depth) {
+        _tile_loadd(4, q + d, 2 * size);
+        SCORE_TILE(0) SCORE_TILE(1) SCORE_TILE(2) SCORE_TILE(3)
+    }
+    STORE_SCORES(0);
+    STORE_SCORES(1);
+    STORE_SCORES(2);
+    STORE_SCORES(3);
+}
+
+static void narrow_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
+                          int64_t base)
+{
+    const half *k[4];
+    const Work *w = t->w;
+    for (int64_t n; page < end; page += n) {
+        n = smaller(4, end - page);
+        for (int64_t j = 0; j < n; j++) k[j] = narrow_plane(w->m, w->p, table[page + j], w->index, t->head, 0);
+        for (int64_t at = from; at < until; at += 16) {
+            const half *q = t->narrow + at * t->size;
+            float *to = t->scores + at * STRIDE + (page * PAGE - base);
+            shape_attention(t, smaller(16, until - at));
+            if (n == 4) score_tiles(4, q, t->size, k, to);
+            else if (n == 3) score_tiles(3, q, t->size, k, to);
+            else if (n == 2) score_tiles(2, q, t->size, k, to);
+            else score_tiles(1, q, t->size, k, to);
+        }
+    }
+}
+
+#define LOAD_OUTPUT(number) if (parts > number) _tile_loadd(number, out + 16 * number, 4 * size)
+#define ADD_TILE(number)                                                     \
+    if (parts > number) {                                                    \
+        _tile_loadd(7, v + 32 * number, 4 * size);                           \
+        _tile_dpbf16ps(number, 6, 7);                                        \
+    }
+#define STORE_OUTPUT(number) if (parts > number) _tile_stored(number, out + 16 * number, 4 * size)
+INLINE void value_tiles(int parts, const Tiled *t, const half *weights, const int32_t *table, int64_t page, int64_t end,
+                        int64_t d, float *out)
+{
+    const Work *w = t->w;
+    int64_t size = t->size;
+    LOAD_OUTPUT(0);
+    LOAD_OUTPUT(1);
+    LOAD_OUTPUT(2);
+    LOAD_OUTPUT(3);
+    for (; page < end; page++, weights += PAGE) {
+        const half *v = narrow_plane(w->m, w->p, table[page], w->index, t->head, 1) + 2 * d;
+        _tile_loadd(6, weights, 4 * STRIDE);
+        ADD_TILE(0) ADD_TILE(1) ADD_TILE(2) ADD_TILE(3)
+    }
+    STORE_OUTPUT(0);
+    STORE_OUTPUT(1);
+    STORE_OUTPUT(2);
+    STORE_OUTPUT(3);
+}
+
+static void narrow_values(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
+                          int64_t base)
+{
+    if (page >= end) return;
+    for (int64_t at = from; at < until; at += 16) {
+        shape_attention(t, smaller(16, until - at));
+        const half *weights = (const half *)(t->scores + at * STRIDE) + (page * PAGE - base);
+        for (int64_t d = 0; d < t->size; d += 64) {
+            float *out = t->out + at * t->size + d;
+            int64_t parts = smaller(4, (t->size - d) / 16);
+            if (parts == 4) value_tiles(4, t, weights, table, page, end, d, out);
+            else if (parts == 3) value_tiles(3, t, weights, table, page, end, d, out);
+            else if (parts == 2) value_tiles(2, t, weights, table, page, end, d, out);
+            else value_tiles(1, t, weights, table, page, end, d, out);
+        }
+    }
+}
+#define IF_NARROW(call) if (t->narrow) { call; return; }
+#else
+#define IF_NARROW(call)
+#endif
 
 #define BY_QUERIES(from, until, call)                                                         \
     do {                                                                                      \
@@ -777,6 +900,7 @@ typedef struct {
 static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
+    IF_NARROW(narrow_scores(t, from, until, table, page, end, base))
     const float *k[PAGES_AT_ONCE];
     const Work *w = t->w;
     for (int64_t n; page < end; page += n) {
@@ -799,6 +923,7 @@ static void all_scores(const Tiled *t, int64_t from, int64_t until, const int32_
 static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                        int64_t base)
 {
+    IF_NARROW(narrow_values(t, from, until, table, page, end, base))
     const float *v[4], *part[4];
     const Work *w = t->w;
     for (int64_t n; page < end; page += n) {
@@ -821,10 +946,11 @@ static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_
 static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int64_t end, int is_first)
 {
     float *s = t->scores + query * STRIDE;
+    half *weights = t->narrow ? (half *)s : NULL; /* each overwrites scores that were read before it */
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     if (high <= low) {
-        for (int64_t i = 0; i < end; i += LANES) store(s + i, all(0.0f));
+        for (int64_t i = 0; i < end; i += LANES) put(s + i, weights ? weights + i : NULL, all(0.0f));
         return;
     }
     vec best = all(-INFINITY);
@@ -842,15 +968,15 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
     vec total = all(0.0f), by = all(top);
     for (int64_t i = 0; i < end; i += LANES) {
         vec e = vexp(load(s + i) - by);
-        store(s + i, e);
+        put(s + i, weights ? weights + i : NULL, e);
         total += e;
     }
     float keep = is_first || before == -INFINITY ? 0.0f : exp1(before - top);
     t->total[query] = t->total[query] * keep + sum(total);
     t->top[query] = top;
     if (!is_first && keep != 1.0f)
-        for (int64_t d = 0; d < 2 * t->size; d += LANES) {
-            float *out = t->out + query * 2 * t->size + d;
+        for (int64_t d = 0, outs = t->size * (t->narrow ? 1 : 2); d < outs; d += LANES) {
+            float *out = t->out + query * outs + d;
             store(out, load(out) * all(keep));
         }
 }
@@ -859,20 +985,23 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
 static void fetch(const Work *w, const int32_t *table, int64_t page, int64_t end, int64_t head, int value)
 {
     for (; page < end; page++) {
-        const float *at = plane(w->m, w->p, table[page], w->index, head, value);
-        for (int64_t i = 0; i < PAGE * w->m->head_size; i += 16) __builtin_prefetch(at + i);
+        int bytes = narrow(w->m) ? sizeof(half) : sizeof(float);
+        const char *at = plane_of(w->m, w->p, table[page], w->index, head, value, bytes);
+        for (int64_t i = 0; i < PAGE * w->m->head_size * bytes; i += 64) __builtin_prefetch(at + i);
     }
 }
 
-static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *scratch)
+static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *scratch, int64_t *shape)
 {
     const Model *m = w->m;
     const Pass *p = w->p;
     int64_t size = m->head_size, group = m->heads / m->kv_heads, queries = tile->rows * group, window = w->layer->window;
-    Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL}, *t = &made;
+    Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL, NULL, shape}, *t = &made;
     t->out = t->scores + queries * STRIDE;
     t->top = t->out + queries * 2 * size;
     t->total = t->top + queries;
+    int is_narrow = narrow(m);
+    if (is_narrow) t->narrow = (half *)t->q; /* these are never needed as floats */
     const Piece *pieces = w->pieces + tile->piece;
     int64_t lowest = INT64_MAX, pages = 0, query = 0;
     for (int64_t i = 0; i < tile->pieces; i++) {
@@ -882,7 +1011,8 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
             lowest = smaller(lowest, window ? greater(0, p->positions[row] + 1 - window) : 0);
             const float *from = w->q + (row * m->heads + head * group) * size;
             for (int64_t d = 0; d < group * size; d += LANES)
-                store(t->q + query * size + d, load(from + d) * all(w->layer->scale));
+                put(t->q + query * size + d, is_narrow ? t->narrow + query * size + d : NULL,
+                    load(from + d) * all(w->layer->scale));
             query += group;
         }
     }
@@ -927,11 +1057,13 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
         for (int64_t r = 0; r < pieces[i].rows; r++)
             for (int64_t g = 0; g < group; g++, query++) {
                 int64_t to = ((pieces[i].row + r) * m->heads + head * group + g) * size;
-                const float *from = t->out + query * 2 * size;
+                const float *from = t->out + query * (is_narrow ? 1 : 2) * size;
                 vec by = all(1.0f / t->total[query]);
-                for (int64_t d = 0; d < size; d += LANES)
-                    put(w->q + to + d, w->q_rounded ? w->q_rounded + to + d : NULL,
-                        (load(from + d) + load(from + size + d)) * by);
+                for (int64_t d = 0; d < size; d += LANES) {
+                    vec found = load(from + d);
+                    if (!is_narrow) found += load(from + size + d);
+                    put(w->q + to + d, w->q_rounded ? w->q_rounded + to + d : NULL, found * by);
+                }
             }
 }
 
@@ -939,10 +1071,13 @@ static void attend(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
     float *scratch = w->scratch + index * w->scratch_size;
-    int64_t items = w->num_tiles * w->m->kv_heads;
+    int64_t items = w->num_tiles * w->m->kv_heads, shape = 0;
     (void)count;
     for (int64_t i; (i = atomic_fetch_add(&w->next, 1)) < items;)
-        attend_tile(w, w->tiles + i / w->m->kv_heads, i % w->m->kv_heads, scratch);
+        attend_tile(w, w->tiles + i / w->m->kv_heads, i % w->m->kv_heads, scratch, &shape);
+#if TILES
+    if (shape) _tile_release();
+#endif
 }
 
 /* ---- the rest of a layer; each function computes one thread's share of the current tile of rows */
@@ -1013,6 +1148,20 @@ INLINE void rotated(float *x, const float *cos, const float *sin, int64_t half)
     }
 }
 
+/* Writes one token's keys and values to a page, rounded to bfloat16. */
+INLINE void write_narrow(const Model *m, const Pass *p, int32_t page, int64_t layer, int64_t head, int64_t within,
+                         const float *k, const float *v)
+{
+    half *keys = narrow_plane(m, p, page, layer, head, 0) + 2 * within, rounded[LANES];
+    half *values = narrow_plane(m, p, page, layer, head, 1) + within / 2 * 2 * m->head_size + within % 2;
+    for (int64_t d = 0; d < m->head_size; d += LANES) {
+        put(NULL, rounded, load(k + d));
+        for (int i = 0; i < LANES; i += 2) memcpy(keys + (d + i) * PAGE, rounded + i, 2 * sizeof(half));
+        put(NULL, rounded, load(v + d));
+        for (int i = 0; i < LANES; i++) values[2 * (d + i)] = rounded[i];
+    }
+}
+
 static void rotate_and_write(void *arg, int64_t index, int64_t count)
 {
     Work *w = arg;
@@ -1020,6 +1169,7 @@ static void rotate_and_write(void *arg, int64_t index, int64_t count)
     const Pass *p = w->p;
     const Layer *l = w->layer;
     int64_t size = m->head_size, half = size / 2, kv = m->kv_heads * size;
+    int is_narrow = narrow(m);
     SHARE(first, last, w->tile_rows, 1);
     for (int64_t r = first; r < last; r++) {
         int64_t row = w->row + r, position = p->positions[row], within = position % PAGE;
@@ -1034,6 +1184,10 @@ static void rotate_and_write(void *arg, int64_t index, int64_t count)
             float *k = w->kv + r * 2 * kv + head * size;
             if (l->k_norm) normed(k, l->k_norm, l->k_eps, size, k);
             rotated(k, cos, sin, half);
+            if (is_narrow) {
+                write_narrow(m, p, page, w->index, head, within, k, k + kv);
+                continue;
+            }
             float *keys = plane(m, p, page, w->index, head, 0) + within;
             for (int64_t d = 0; d < size; d++) keys[d * PAGE] = k[d];
             memcpy(plane(m, p, page, w->index, head, 1) + within * size, k + kv, (size_t)size * sizeof(float));
@@ -1103,12 +1257,13 @@ int64_t verbatim_workspace(const Model *m, int64_t rows, int64_t threads)
 /* Zeros a page that a sequence begins to fill, because old contents may be NaN, and 0 * NaN is NaN despite the mask. */
 static void empty_new_pages(const Model *m, const Pass *p)
 {
+    int bytes = narrow(m) ? sizeof(half) : sizeof(float);
     for (int64_t row = 0; row < p->rows; row++) {
         if (p->positions[row] % PAGE) continue;
         int32_t page = table_of(p, row)[p->positions[row] / PAGE];
         for (int64_t n = 0; n < m->layers * m->kv_heads * 2; n++)
-            memset(plane(m, p, page, 0, 0, 0) + (n << p->chunk_bits) * PAGE * m->head_size, 0,
-                   (size_t)(PAGE * m->head_size) * sizeof(float));
+            memset(plane_of(m, p, page, 0, 0, 0, bytes) + (n << p->chunk_bits) * PAGE * m->head_size * bytes, 0,
+                   (size_t)(PAGE * m->head_size * bytes));
     }
 }
 

@@ -27,13 +27,17 @@ class PagedCache:
         shape: Shape of one token's keys and values; keys and values must have the same size.
         num_slots: Number of slots.
         context_length: Maximum tokens of a slot.
+        dtype: Number format of keys and values.
     """
 
-    def __init__(self, shape: KeyValueShape, num_slots: int, context_length: int) -> None:
+    def __init__(
+        self, shape: KeyValueShape, num_slots: int, context_length: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.shape = shape
+        self.dtype = dtype
         self.planes = shape.num_layers * shape.num_kv_heads * 2
-        self._page_floats = PAGE * shape.key_size
-        page_bytes = self.planes * self._page_floats * 4
+        self._page_size = PAGE * shape.key_size
+        page_bytes = self.planes * self._page_size * dtype.itemsize
         # A power of two, because the kernel splits a page's number into chunk and index by bit shifts.
         self.chunk_bits = max(4, min((_CHUNK_BYTES // page_bytes).bit_length() - 1, 10))
         self.chunk_pages = 1 << self.chunk_bits
@@ -74,7 +78,7 @@ class PagedCache:
 
     def _grow(self) -> None:
         # Use zeros instead of `empty`, because memory that was never written may hold NaN, and 0 * NaN is NaN.
-        chunk = torch.zeros(self.planes, self.chunk_pages, self._page_floats)
+        chunk = torch.zeros(self.planes, self.chunk_pages, self._page_size, dtype=self.dtype)
         index = self._chunks.index(None) if None in self._chunks else len(self._chunks)
         if index == len(self._chunks):
             self._chunks.append(None)
