@@ -96,6 +96,19 @@ INLINE void put(float *p, half *rounded, vec v)
     (void)rounded;
     store(p, v);
 }
+/* Stores a vector in two parts: rounded to bfloat16, and the rest, rounded too. Their sum is off by 2^-17 at most. */
+INLINE void put_split(half *rounded, half *low, vec v)
+{
+#if DOTS
+    __m256bh first = _mm512_cvtneps_pbh((__m512)v);
+    __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)first), 16);
+    __m256bh second = _mm512_cvtneps_pbh((__m512)(v - (vec)wide));
+    memcpy(rounded, &first, sizeof first);
+    memcpy(low, &second, sizeof second);
+#else
+    (void)rounded, (void)low, (void)v;
+#endif
+}
 INLINE vec all(float x)
 {
 #if LANES == 16
@@ -771,14 +784,17 @@ typedef struct {
     int64_t group, size;        /* G and D */
     float *q, *scores, *out;    /* [queries, D], [queries, SPAN], [queries, 2, D] */
     float *top, *total;         /* [queries]: largest score, and sum of exp(score - top) */
-    half *narrow;               /* [queries, D]: the queries in bfloat16, if keys and values are; else NULL */
+    half *narrow;               /* [2, queries, D]: both parts of the queries, if keys are bfloat16; else NULL */
+    int64_t queries;
     int64_t *shape;             /* rows of the tiles as they are configured */
 } Tiled;
 
-/* Attention by AMX, with queries, keys, weights and values in bfloat16. A step over a page adds to each score or output
-   on its own, so that any split of the pages gives the same bits. Weights lie at the start of the row of scores. */
+/* Attention by AMX, with keys and values in bfloat16, and queries and weights in two parts. A step over a page adds to
+   each score or output on its own, so that any split of the pages gives the same bits. The weights of a page overwrite
+   its scores: both parts together have their size. */
 #if TILES
-/* Tiles 0 to 3 are scores or outputs; 4 and 5 queries and keys; 6 and 7 weights and values. */
+/* Tiles 0 to 3 are scores or outputs, 4 the queries, 5 keys, 6 and 7 weights and values. The second part of the queries
+   is in tile 3 or 6, which has the shape for it. */
 static void shape_attention(const Tiled *t, int64_t rows)
 {
     if (*t->shape == rows) return;
@@ -795,41 +811,45 @@ static void shape_attention(const Tiled *t, int64_t rows)
     if (pages > number) {                                                    \
         _tile_loadd(5, k[number] + d * PAGE, 4 * PAGE);                      \
         _tile_dpbf16ps(number, 4, 5);                                        \
+        if (depth == 32) _tile_dpbf16ps(number, 3, 5);                       \
+        else _tile_dpbf16ps(number, 6, 5);                                   \
     }
 #define STORE_SCORES(number) if (pages > number) _tile_stored(number, scores + number * PAGE, 4 * STRIDE)
-INLINE void score_tiles(int pages, const half *q, int64_t size, const half *const *k, float *scores)
+INLINE void score_tiles(int pages, int64_t depth, const half *q, const half *low, int64_t size, const half *const *k,
+                        float *scores)
 {
-    int64_t depth = size % 32 ? 16 : 32;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
-    _tile_zero(3);
     for (int64_t d = 0; d < size; d += depth) {
         _tile_loadd(4, q + d, 2 * size);
-        SCORE_TILE(0) SCORE_TILE(1) SCORE_TILE(2) SCORE_TILE(3)
+        if (depth == 32) _tile_loadd(3, low + d, 2 * size);
+        else _tile_loadd(6, low + d, 2 * size);
+        SCORE_TILE(0) SCORE_TILE(1) SCORE_TILE(2)
     }
     STORE_SCORES(0);
     STORE_SCORES(1);
     STORE_SCORES(2);
-    STORE_SCORES(3);
 }
 
 static void narrow_scores(const Tiled *t, int64_t from, int64_t until, const int32_t *table, int64_t page, int64_t end,
                           int64_t base)
 {
-    const half *k[4];
+    const half *k[3];
     const Work *w = t->w;
     for (int64_t n; page < end; page += n) {
-        n = smaller(4, end - page);
+        n = smaller(3, end - page);
         for (int64_t j = 0; j < n; j++) k[j] = narrow_plane(w->m, w->p, table[page + j], w->index, t->head, 0);
         for (int64_t at = from; at < until; at += 16) {
-            const half *q = t->narrow + at * t->size;
+            const half *q = t->narrow + at * t->size, *low = q + t->queries * t->size;
             float *to = t->scores + at * STRIDE + (page * PAGE - base);
             shape_attention(t, smaller(16, until - at));
-            if (n == 4) score_tiles(4, q, t->size, k, to);
-            else if (n == 3) score_tiles(3, q, t->size, k, to);
-            else if (n == 2) score_tiles(2, q, t->size, k, to);
-            else score_tiles(1, q, t->size, k, to);
+#define SCORES(pages) \
+    if (t->size % 32) score_tiles(pages, 16, q, low, t->size, k, to); else score_tiles(pages, 32, q, low, t->size, k, to)
+            if (n == 3) SCORES(3);
+            else if (n == 2) SCORES(2);
+            else SCORES(1);
+#undef SCORES
         }
     }
 }
@@ -850,9 +870,11 @@ INLINE void value_tiles(int parts, const Tiled *t, const half *weights, const in
     LOAD_OUTPUT(1);
     LOAD_OUTPUT(2);
     LOAD_OUTPUT(3);
-    for (; page < end; page++, weights += PAGE) {
+    for (; page < end; page++, weights += 2 * PAGE) {
         const half *v = narrow_plane(w->m, w->p, table[page], w->index, t->head, 1) + 2 * d;
         _tile_loadd(6, weights, 4 * STRIDE);
+        ADD_TILE(0) ADD_TILE(1) ADD_TILE(2) ADD_TILE(3)
+        _tile_loadd(6, weights + PAGE, 4 * STRIDE);
         ADD_TILE(0) ADD_TILE(1) ADD_TILE(2) ADD_TILE(3)
     }
     STORE_OUTPUT(0);
@@ -867,7 +889,7 @@ static void narrow_values(const Tiled *t, int64_t from, int64_t until, const int
     if (page >= end) return;
     for (int64_t at = from; at < until; at += 16) {
         shape_attention(t, smaller(16, until - at));
-        const half *weights = (const half *)(t->scores + at * STRIDE) + (page * PAGE - base);
+        const half *weights = (const half *)(t->scores + at * STRIDE + (page * PAGE - base));
         for (int64_t d = 0; d < t->size; d += 64) {
             float *out = t->out + at * t->size + d;
             int64_t parts = smaller(4, (t->size - d) / 16);
@@ -946,11 +968,10 @@ static void all_values(const Tiled *t, int64_t from, int64_t until, const int32_
 static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int64_t end, int is_first)
 {
     float *s = t->scores + query * STRIDE;
-    half *weights = t->narrow ? (half *)s : NULL; /* each overwrites scores that were read before it */
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     if (high <= low) {
-        for (int64_t i = 0; i < end; i += LANES) put(s + i, weights ? weights + i : NULL, all(0.0f));
+        for (int64_t i = 0; i < end; i += LANES) store(s + i, all(0.0f));
         return;
     }
     vec best = all(-INFINITY);
@@ -968,7 +989,8 @@ static void weigh(const Tiled *t, int64_t query, int64_t low, int64_t high, int6
     vec total = all(0.0f), by = all(top);
     for (int64_t i = 0; i < end; i += LANES) {
         vec e = vexp(load(s + i) - by);
-        put(s + i, weights ? weights + i : NULL, e);
+        if (t->narrow) put_split((half *)(s + i), (half *)(s + i) + PAGE, e);
+        else store(s + i, e);
         total += e;
     }
     float keep = is_first || before == -INFINITY ? 0.0f : exp1(before - top);
@@ -996,7 +1018,7 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
     const Model *m = w->m;
     const Pass *p = w->p;
     int64_t size = m->head_size, group = m->heads / m->kv_heads, queries = tile->rows * group, window = w->layer->window;
-    Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL, NULL, shape}, *t = &made;
+    Tiled made = {w, head, group, size, scratch, scratch + queries * size, NULL, NULL, NULL, NULL, queries, shape}, *t = &made;
     t->out = t->scores + queries * STRIDE;
     t->top = t->out + queries * 2 * size;
     t->total = t->top + queries;
@@ -1010,9 +1032,12 @@ static void attend_tile(const Work *w, const Tile *tile, int64_t head, float *sc
             int64_t row = pieces[i].row + r;
             lowest = smaller(lowest, window ? greater(0, p->positions[row] + 1 - window) : 0);
             const float *from = w->q + (row * m->heads + head * group) * size;
-            for (int64_t d = 0; d < group * size; d += LANES)
-                put(t->q + query * size + d, is_narrow ? t->narrow + query * size + d : NULL,
-                    load(from + d) * all(w->layer->scale));
+            for (int64_t d = 0; d < group * size; d += LANES) {
+                vec scaled = load(from + d) * all(w->layer->scale);
+                half *to = t->narrow + query * size + d;
+                if (is_narrow) put_split(to, to + queries * size, scaled);
+                else store(t->q + query * size + d, scaled);
+            }
             query += group;
         }
     }
@@ -1549,12 +1574,7 @@ static void draw_rows(void *arg, int64_t index, int64_t count)
 /* Writes x in two parts: rounded to bfloat16, and the rest, rounded too. */
 static void split(const float *x, int64_t count, half *rounded, half *low)
 {
-    for (int64_t i = 0; i < count; i += LANES) {
-        float rest[LANES];
-        put(NULL, rounded + i, load(x + i));
-        for (int j = 0; j < LANES; j++) rest[j] = x[i + j] - widened(rounded[i + j]);
-        put(NULL, low + i, load(rest));
-    }
+    for (int64_t i = 0; i < count; i += LANES) put_split(rounded + i, low + i, load(x + i));
 }
 
 /* Computes the logits of all rows. */
