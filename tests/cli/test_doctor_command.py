@@ -74,11 +74,14 @@ def test_a_machine_with_a_compiler_answers_0_and_names_what_is_compiled(capsys):
         ["kernel.c", "compiled"],
         ["tree.c", "compiled"],
         ["layers.c", "compiled"],
+        ["bfloat16", "in"],
     ]
     assert str(native.library_folder()) in out
     status, out, _ = run(capsys, "--machine", "--json")
     found = json.loads(out)
     assert status == 0 and found["compiler"] == " ".join(native.find_compiler())
+    paths = {"amx": "products and attention by AMX", "avx512_bf16": "AVX512-BF16", "float32": "only weights"}
+    assert paths[found["sampler_bfloat16"]] in run(capsys, "--machine")[1]
     assert [part["compiled"] for part in found["parts"]] == [True] * 3
 
 
@@ -88,6 +91,7 @@ def test_a_machine_without_a_compiler_answers_1_and_says_what_to_install(tmp_pat
     monkeypatch.delenv("CC", raising=False)
     status, out, _ = run(capsys, "--machine")
     assert status == 1
+    assert "bfloat16   in the sampler: by PyTorch" in out
     assert "compiler   none; install one; on Debian and Ubuntu: apt install gcc" in out
     assert "kernel.c   missing: no C compiler was found (cc, gcc, clang, or what CC names). PyTorch computes" in out
 
@@ -112,7 +116,7 @@ def test_a_machine_is_asked_for_one_model(tmp_path: Path, monkeypatch, capsys):
     status, out, _ = run(capsys, "--machine", str(tmp_path / "fits"))
     assert status == 0
     parts = ["kernel.c in float32", "layers.c", "kernel.c in bfloat16"]
-    assert out.splitlines()[6:] == [
+    assert out.splitlines()[7:] == [
         f"model      {tmp_path / 'fits'}",
         *(f"{'':10} {part} computes it" for part in parts),
     ]

@@ -5,6 +5,7 @@ Tests run with the kernel as it is compiled for this processor, and for processo
 
 import ctypes
 import platform
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,6 +136,35 @@ def test_a_product_is_that_of_the_rounded_weights_and_inputs(kernel, size):
         )
         exact = given.astype(np.float64) @ in_bfloat16(weight).astype(np.float64).T + (0 if bias is None else bias)
         assert (np.abs(found - exact) <= 2.0**-24 * 32 * size_of_sums).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 32), (48, 80), (80, 592)], ids=str)
+def test_pairs_of_inputs_lie_together_column_by_column_as_tiles_read_them(kernel, shape):
+    columns, inputs = shape
+    halves = np.arange(1, columns * inputs + 1, dtype=np.uint16).reshape(shape)
+    width = kernel.verbatim_packed(1, 1)  # of a panel
+    packed = np.empty(kernel.verbatim_packed(*shape), dtype=np.uint16)
+    kernel.verbatim_pack_halves(halves.ctypes.data, *shape, packed.ctypes.data)
+    padded = np.zeros((-(-columns // width) * width, inputs), dtype=np.uint16)
+    padded[:columns] = halves
+    expected = padded.reshape(-1, width, inputs // 2, 2).transpose(0, 2, 1, 3)
+    assert (packed == expected.ravel()).all()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "rounds", "path"), [(1, 1, "amx"), (0, 1, "avx512_bf16"), (0, 0, "float32")], ids=str
+)
+def test_a_path_is_what_processor_and_system_allow(tiles, rounds, path):
+    found = SimpleNamespace(verbatim_tiles=lambda: tiles, verbatim_rounds=lambda: rounds)
+    assert library.bfloat16_path(found) == path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", BUILDS, indirect=True)
+def test_keys_and_values_have_the_size_of_their_format(kernel, models):
+    compiled = make_halves(models["tied"]).forward
+    wide = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes of a float
+    assert compiled.bytes_per_token == (wide // 2 if kernel.verbatim_tiles() else wide)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 16, 17, 33, 40, 70])

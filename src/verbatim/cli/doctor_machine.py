@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verbatim.core.plain_console import PlainConsole
 from verbatim.inference.embedded.compiled.library import SOURCE as KERNEL
+from verbatim.inference.embedded.compiled.library import bfloat16_path, load_kernel
 from verbatim.inference.embedded.forward import why_no_kernel
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.models import native
@@ -32,6 +33,13 @@ _PARTS = {
 }
 _Dtype: TypeAlias = Literal["float32", "bfloat16"]
 _DTYPES: tuple[_Dtype, ...] = ("float32", "bfloat16")
+_PATHS = {
+    "amx": "products and attention by AMX",
+    "avx512_bf16": "products by AVX512-BF16",
+    "float32": "only weights; this processor multiplies them as float32",
+    None: "by PyTorch",
+}
+"""How the sampler computes a bfloat16 model, by the kernel's path."""
 _INSTALL = "install one; on Debian and Ubuntu: apt install gcc"
 """The advice if there is no compiler."""
 _SMALL = LlamaConfig(
@@ -83,9 +91,12 @@ def report(*, model: str, as_json: bool) -> bool:
     parts = [_look(source, what) for source, what in _PARTS.items()]
     version = _version(compiler) if compiler else []
     not_computed = _try_model(model) if model else {}
+    kernel = load_kernel()
+    path = None if kernel is None else bfloat16_path(kernel)
     found = {
         "processor": torch.backends.cpu.get_cpu_capability(),
         "bfloat16": has_bfloat16(),
+        "sampler_bfloat16": path,
         "cores": os.cpu_count(),
         "compiler": " ".join(compiler) if compiler else None,
         "version": version[0] if version else None,
@@ -102,6 +113,7 @@ def report(*, model: str, as_json: bool) -> bool:
             f"compiler   {found['compiler']} ({found['version']})" if compiler else f"compiler   none; {_INSTALL}",
             f"libraries  {found['libraries']}",
             *(f"{part.file:10} {part}" for part in parts),
+            f"bfloat16   in the sampler: {_PATHS[path]}",
             *([f"model      {model}"] if model else []),
             *(
                 f"{'':10} {part} {f'does not compute it: {reason}' if reason else 'computes it'}"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verbatim.core.types import Int32, KeptSets
+from verbatim.inference.embedded.compiled.library import bfloat16_path
 from verbatim.inference.embedded.compiled.paged_cache import PagedCache
 from verbatim.inference.embedded.compiled.structures import UNIT, DrawFields, KernelModel, PassFields
 from verbatim.inference.embedded.expert_record import ExpertRecord
@@ -63,7 +64,7 @@ class CompiledForward:
     ) -> None:
         self._kernel = kernel
         self._model = KernelModel(kernel, model, fast, calls)
-        self.uses_tiles = self._model.is_rounded and bool(kernel.verbatim_tiles())
+        self.uses_tiles = self._model.is_rounded and bfloat16_path(kernel) == "amx"
         """True if products and attention are computed by AMX, in bfloat16 with sums in float32."""
         dtype = torch.bfloat16 if self.uses_tiles else torch.float32
         self.bytes_per_token = shape.bytes_per_token(dtype)

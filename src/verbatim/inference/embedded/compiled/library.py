@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any, Literal
 
 from verbatim.models.native import Build, CSource, build
 
@@ -32,6 +33,12 @@ def load_kernel() -> ctypes.CDLL | None:
         function = getattr(kernel, f"verbatim_{name}")
         function.restype, function.argtypes = result, arguments
     return kernel
+
+
+def bfloat16_path(kernel: Any) -> Literal["amx", "avx512_bf16", "float32"]:
+    """What the loaded kernel multiplies a bfloat16 model's matrices with: AMX, which also computes attention over keys
+    and values in bfloat16; AVX512-BF16; or, after widening the weights, float32."""
+    return "amx" if kernel.verbatim_tiles() else "avx512_bf16" if kernel.verbatim_rounds() else "float32"
 
 
 def kernel_build() -> Build:

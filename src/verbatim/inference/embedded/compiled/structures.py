@@ -6,13 +6,17 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verbatim.inference.embedded.fast_forward import FastBackbone, why_unknown
+from verbatim.inference.embedded.kv_cache import up_to
 from verbatim.models.attention import AttentionCall
 from verbatim.models.head import CausalLM
 
+_LINE = 64
+"""Packed matrices begin at multiples of this many numbers, so at cache lines."""
 UNIT = 16
 """Widths must be multiples of this number, because the kernel has no code for remainders."""
 
@@ -161,6 +165,14 @@ class KernelModel:
         self._kept = [fast.cos[:, 0, :half].contiguous(), fast.sin[:, 0].contiguous(), model, fast]
         self._packed: list[tuple[Tensor, Tensor]] = []
         self._widened: list[tuple[Tensor, Tensor]] = []
+        matrices = [
+            model.output.weight,
+            *(module.weight for layer in fast.layers for module in _linears(layer).values()),
+        ]
+        self._memory = _large_pages(
+            sum(up_to(kernel.verbatim_packed(*matrix.shape), _LINE) for matrix in matrices), model.output.weight.dtype
+        )
+        self._used = 0
         attention, mlp = fast.layers[0].attention, fast.layers[0].mlp
         self.layers = (LayerFields * len(fast.layers))()
         for fields, layer, call in zip(self.layers, fast.layers, calls, strict=True):
@@ -203,7 +215,9 @@ class KernelModel:
 
     def _pack(self, weight: Tensor) -> int:
         """Allocate the packed form of a matrix, which `refresh` fills; returns its address."""
-        packed = torch.empty(self._kernel.verbatim_packed(*weight.shape), dtype=weight.dtype)
+        count = self._kernel.verbatim_packed(*weight.shape)
+        packed = self._memory[self._used : self._used + count]
+        self._used += up_to(count, _LINE)
         self._packed.append((weight, packed))
         return packed.data_ptr()
 
@@ -216,21 +230,34 @@ class KernelModel:
         return widened.data_ptr()
 
     def _fill_layer(self, fields: LayerFields, layer: Any, call: AttentionCall) -> None:
-        attention, mlp, floats = layer.attention, layer.mlp, self._floats
+        attention, floats = layer.attention, self._floats
         fields.input_norm, fields.mlp_norm = floats(layer.before_attention.weight), floats(layer.before_mlp.weight)
         fields.input_eps, fields.mlp_eps = layer.before_attention.variance_epsilon, layer.before_mlp.variance_epsilon
-        for name, module in (
-            ("q", attention.q_proj),
-            ("k", attention.k_proj),
-            ("v", attention.v_proj),
-            ("o", attention.o_proj),
-            ("gate", mlp.gate_proj),
-            ("up", mlp.up_proj),
-            ("down", mlp.down_proj),
-        ):
+        for name, module in _linears(layer).items():
             setattr(fields, name, self._pack(module.weight))
             setattr(fields, f"{name}_bias", floats(module.bias))
         if hasattr(attention, "q_norm"):
             fields.q_norm, fields.k_norm = floats(attention.q_norm.weight), floats(attention.k_norm.weight)
             fields.q_eps, fields.k_eps = attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon
         fields.window, fields.scale = call.sliding_window or 0, call.scale
+
+
+def _linears(layer: Any) -> dict[str, Any]:
+    """The linear modules of a decoder layer, by their names in `LayerFields`."""
+    attention, mlp = layer.attention, layer.mlp
+    return {
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "o": attention.o_proj,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+
+
+def _large_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory for so many numbers, from a cache line's start, in large pages if the system has them: a pass reads all
+    weights once, and would look up the address of each page of 4 KB. numpy asks the system for them, torch does not."""
+    room = np.empty(count * dtype.itemsize + 64, dtype=np.uint8)
+    return torch.from_numpy(room[-room.ctypes.data % 64 :][: count * dtype.itemsize]).view(dtype)
