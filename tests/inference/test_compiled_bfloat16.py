@@ -371,6 +371,31 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, models, monke
     assert isinstance(make_halves(models["tied"], kernel="auto").forward, TorchForward)
 
 
+TILE_FAULTS = {
+    "rows_of_the_first_tile": ("_tile_dpbf16ps(3, 5, 7);", "_tile_dpbf16ps(3, 4, 7);"),
+    "columns_of_the_next_panel": ("_tile_loadd(6, next, 4 * PANEL);", "_tile_loadd(6, at, 4 * PANEL);"),
+    "keys_of_the_first_page": ("_tile_loadd(5, k[number] + d * PAGE", "_tile_loadd(5, k[0] + d * PAGE"),
+    "values_of_other_columns": ("_tile_loadd(7, v + 32 * number", "_tile_loadd(7, v + 32 * (number ^ 1)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TILE_FAULTS)
+def test_a_fault_in_a_tile_is_refused(fault, models, monkeypatch):
+    found = library.load_kernel()
+    if found is None or not found.verbatim_tiles():
+        pytest.skip("this machine has no compiler, or no AMX")
+    right, wrong = (text.encode() for text in TILE_FAULTS[fault])
+    (name, text), *headers = library.SOURCE.files
+    assert right in text
+    changed = native.CSource(name, ((name, text.replace(right, wrong)), *headers))
+    monkeypatch.setattr(library, "SOURCE", changed)
+    monkeypatch.setattr(native, "_VARIANTS", (("-march=native", "-fopenmp", "-O1"),))
+    monkeypatch.setattr(native, "_PATIENCE", 1000)
+    monkeypatch.setattr(library, "build", native.build.__wrapped__)
+    assert isinstance(make_halves(models["tied"], kernel="auto").forward, TorchForward)
+
+
 @TWO_BUILDS
 def test_a_small_difference_is_no_rounding(kernel, models, monkeypatch):
     """Two numbers of a matrix are missing, also where inputs are rounded, which makes 5e-3 of a layer's results."""

@@ -16,7 +16,8 @@ class TorchSettings(ServerSettings):
     """Maximum number of sequences decoded together."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Number format of the weights and, in PyTorch, of all computations except logprobs. The compiled kernel uses
-    bfloat16 only for matrices and, if the CPU multiplies bfloat16 (AVX512-BF16), for the inputs of their products.
+    bfloat16 only for matrices and, if the CPU multiplies bfloat16, for the inputs of their products; with AMX also for
+    keys and values.
     "auto" is decided once, when a run begins: bfloat16 if a measurement shows that it is faster, and float32 for tiny
     models."""
     device: str = "auto"

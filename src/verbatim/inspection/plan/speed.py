@@ -201,7 +201,7 @@ def sampler_speed(
     width, share = WIDTH[replicas.dtype], replicas.devices_each
     weights = num_parameters * width / share
     packed = packed_parameters(model_config, num_parameters) * width if replicas.packs else 0
-    # The compiled kernel keeps keys and values in float32.
+    # The compiled kernel keeps keys and values in float32, unless this processor has AMX, which is not assumed.
     per_token = cache_bytes_per_token(model_config, WIDTH["float32"] if packed else width) / share
     of_one = max(1.0, batch.mean_context * per_token)
     room = max(0.0, device.memory * replicas.memory_share - weights - packed)

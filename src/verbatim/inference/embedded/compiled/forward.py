@@ -36,7 +36,8 @@ _WORTH_A_TEAM = 2e7
 
 
 class CompiledForward:
-    """Passes of one model on the CPU: matrices in float32 or bfloat16, everything else in float32.
+    """Passes of one model on the CPU: matrices in float32 or bfloat16, everything else in float32, except
+    that AMX reads keys and values in bfloat16.
 
     Args:
         model: A model that `why_not` accepts.
