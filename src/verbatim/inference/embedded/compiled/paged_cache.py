@@ -6,11 +6,13 @@ to that sequence's slot; it is copied if another sequence continues from the sam
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verbatim.inference.embedded.compiled.structures import PassFields
+from verbatim.inference.embedded.compiled.structures import PassFields, zeros_in_large_pages
 from verbatim.inference.embedded.kv_cache import KeyValueShape, up_to
 from verbatim.inference.embedded.slots import Slots
 
@@ -78,7 +80,8 @@ class PagedCache:
 
     def _grow(self) -> None:
         # Use zeros instead of `empty`, because memory that was never written may hold NaN, and 0 * NaN is NaN.
-        chunk = torch.zeros(self.planes, self.chunk_pages, self._page_size, dtype=self.dtype)
+        sizes = (self.planes, self.chunk_pages, self._page_size)
+        chunk = zeros_in_large_pages(math.prod(sizes), self.dtype).view(sizes)
         index = self._chunks.index(None) if None in self._chunks else len(self._chunks)
         if index == len(self._chunks):
             self._chunks.append(None)

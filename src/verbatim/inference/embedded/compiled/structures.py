@@ -169,7 +169,7 @@ class KernelModel:
             model.output.weight,
             *(module.weight for layer in fast.layers for module in _linears(layer).values()),
         ]
-        self._memory = _large_pages(
+        self._memory = zeros_in_large_pages(
             sum(up_to(kernel.verbatim_packed(*matrix.shape), _LINE) for matrix in matrices), model.output.weight.dtype
         )
         self._used = 0
@@ -256,8 +256,8 @@ def _linears(layer: Any) -> dict[str, Any]:
     }
 
 
-def _large_pages(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for so many numbers, from a cache line's start, in large pages if the system has them: a pass reads all
-    weights once, and would look up the address of each page of 4 KB. numpy asks the system for them, torch does not."""
-    room = np.empty(count * dtype.itemsize + 64, dtype=np.uint8)
+def zeros_in_large_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """So many zeros, from a cache line's start, in large pages if the system has them: a pass reads all weights, keys
+    and values once, and would look up the address of each 4 KB. numpy asks for large pages, torch does not."""
+    room = np.zeros(count * dtype.itemsize + 64, dtype=np.uint8)
     return torch.from_numpy(room[-room.ctypes.data % 64 :][: count * dtype.itemsize]).view(dtype)
