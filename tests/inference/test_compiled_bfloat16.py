@@ -372,7 +372,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, models, monke
 
 
 TILE_FAULTS = {
-    "rows_of_the_first_tile": ("_tile_dpbf16ps(3, 5, 7);", "_tile_dpbf16ps(3, 4, 7);"),
+    "rows_of_the_first_tile": ("_tile_loadd(5, x + 16 * ldx + k, 2 * ldx);", "_tile_loadd(5, x + k, 2 * ldx);"),
     "columns_of_the_next_panel": ("_tile_loadd(6, next, 4 * PANEL);", "_tile_loadd(6, at, 4 * PANEL);"),
     "keys_of_the_first_page": ("_tile_loadd(5, k[number] + d * PAGE", "_tile_loadd(5, k[0] + d * PAGE"),
     "values_of_other_columns": ("_tile_loadd(7, v + 32 * number", "_tile_loadd(7, v + 32 * (number ^ 1)"),
