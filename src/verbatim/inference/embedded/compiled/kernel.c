@@ -395,6 +395,10 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
+/* Ends all stores to memory, and to what is at `from`. GCC does not know that its functions that load tiles read them,
+   and would move or leave out stores otherwise. */
+#define READ_BY_TILES(from) __asm__ volatile("" : : "r"(from) : "memory")
+
 /* Sums are tiles 0 to 3, inputs (of `rows` and `more` rows) 4 and 5, weights 6 and 7; a step is `depth` products. */
 static void shape_tiles(int64_t rows, int64_t more, int64_t depth)
 {
@@ -403,6 +407,7 @@ static void shape_tiles(int64_t rows, int64_t more, int64_t depth)
     s.bytes[4] = s.bytes[5] = (uint16_t)(2 * depth), s.bytes[6] = s.bytes[7] = 64;
     s.rows[4] = (uint8_t)rows, s.rows[5] = (uint8_t)(more ? more : rows);
     s.rows[6] = s.rows[7] = (uint8_t)(depth / 2);
+    READ_BY_TILES(&s);
     _tile_loadconfig(&s);
 }
 
@@ -433,6 +438,7 @@ static void tiles_of_rows(const half *x, const half *low, int64_t ldx, const hal
                           int64_t depth, float *y, int64_t ldy, int64_t more, int64_t wanted, int adds,
                           Lines fetch)
 {
+    READ_BY_TILES(x);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -468,6 +474,7 @@ INLINE void tiles_of_columns(int panels, const half *x, const half *low, int64_t
                              int64_t k_end, int64_t depth, float *y, int64_t ldy, int64_t rows, int64_t wanted, int adds,
                              Lines fetch)
 {
+    READ_BY_TILES(x);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -804,6 +811,7 @@ static void shape_attention(const Tiled *t, int64_t rows)
     for (int i = 0; i < 8; i++) s.bytes[i] = 64, s.rows[i] = (uint8_t)rows;
     s.bytes[4] = (uint16_t)(2 * depth), s.rows[5] = (uint8_t)(depth / 2);
     s.bytes[6] = 2 * PAGE, s.rows[7] = PAGE / 2;
+    READ_BY_TILES(&s);
     _tile_loadconfig(&s);
 }
 
@@ -818,6 +826,7 @@ static void shape_attention(const Tiled *t, int64_t rows)
 INLINE void score_tiles(int pages, int64_t depth, const half *q, const half *low, int64_t size, const half *const *k,
                         float *scores)
 {
+    READ_BY_TILES(q);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -866,6 +875,7 @@ INLINE void value_tiles(int parts, const Tiled *t, const half *weights, const in
 {
     const Work *w = t->w;
     int64_t size = t->size;
+    READ_BY_TILES(out);
     LOAD_OUTPUT(0);
     LOAD_OUTPUT(1);
     LOAD_OUTPUT(2);
