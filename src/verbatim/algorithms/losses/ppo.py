@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from verbatim.algorithms.losses.loss import LossInputs, LossOutputs, refuse_bad_parameters
-from verbatim.algorithms.losses.ratios import ratio_metrics, share, trained_tokens
+from verbatim.algorithms.losses.ratios import at_least, at_most, ratio_metrics, share, trained_tokens
 from verbatim.algorithms.losses.reference import Estimator, reference_term
 from verbatim.config.schema import Fraction, NonNegativeFloat
 
@@ -84,11 +84,11 @@ def clipped_surrogate(
     is that of the unclipped ratio.
     """
     up = advantages > 0
-    # Clamp before exp, and use 0 where A = 0: otherwise exp may overflow, and 0 times infinity is a NaN gradient.
+    # Bound before exp, and use 0 where A = 0: otherwise exp may overflow, and 0 times infinity is a NaN gradient.
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     ceiling = advantages.new_full(advantages.shape, highest).masked_fill(up, math.log1p(eps_high))
     floor = advantages.new_full(advantages.shape, 1 - eps_low).masked_fill(up, 0.0)
     log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
-    ratio = log_ratio.clamp(max=ceiling).exp()
-    terms = -advantages * ratio.clamp(min=floor)
+    ratio = at_most(log_ratio, ceiling).exp()
+    terms = -advantages * at_least(ratio, floor)
     return terms, ratio.detach() < floor, log_ratio.detach() > ceiling

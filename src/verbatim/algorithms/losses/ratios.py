@@ -38,7 +38,20 @@ def clamped_ratio(log_ratio: Tensor, weights: Tensor, delta: float) -> Tensor:
     The log ratio is filled and clamped before exp: after an overflow in exp, a gradient of 0 would become 0 * inf =
     NaN.
     """
-    return log_ratio.masked_fill(weights == 0, 0.0).clamp(max=math.log(delta)).exp()
+    return at_most(log_ratio.masked_fill(weights == 0, 0.0), math.log(delta)).exp()
+
+
+def at_most(values: Tensor, bound: Tensor | float) -> Tensor:
+    """`min(values, bound)`. Where a value is exactly the bound, the gradient is that of the value; NaN stays NaN.
+
+    Not `clamp`: at a bound its gradient is 1 in torch 2.13, and in torch 2.14 it is 0, or 1/2 if the bound is a tensor.
+    """
+    return values.where(~(values > bound), bound)
+
+
+def at_least(values: Tensor, bound: Tensor | float) -> Tensor:
+    """`max(values, bound)`, with the gradient of `at_most` at the bound."""
+    return values.where(~(values < bound), bound)
 
 
 LARGEST_EXPONENT = 20.0
@@ -54,7 +67,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     Example: x = 20 gives 485165174.4, and x = 120 gives 49001684615.4.
     """
-    within = log_ratio.clamp(max=LARGEST_EXPONENT)
+    within = at_most(log_ratio, LARGEST_EXPONENT)
     # expm1 keeps precision for small x, where exp(x) - 1 would cancel.
     return within.expm1() - within + (log_ratio - LARGEST_EXPONENT).relu() * math.expm1(LARGEST_EXPONENT)
 
