@@ -48,6 +48,10 @@ turn."""
 LEVELS = {"synchronous": 0, "asynchronous": 1, "two_batches_ahead": 2}
 """The `max_async_level` of each of Verbatim's runs, by the name of the run."""
 ANEW = "rendered_again"
+EPISODES = 128
+"""Of a step."""
+TOKENS = 512
+"""Of an episode, with the tools' answers."""
 SKIPPED = 3
 """Number of first steps of a run that are left out, because they compile, warm up and fill queues."""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -58,7 +62,7 @@ max_steps = {steps}
 [model]
 name = "{model}"
 [orchestrator]
-batch_size = 128
+batch_size = {episodes}
 group_size = 16
 seq_len = 1024
 max_async_level = {level}
@@ -96,10 +100,9 @@ def environment_with_trl(folder: Path) -> Path:
     return python
 
 
-def make_model(folder: Path, taught_with: str, steps: int = 400) -> Path:
-    """Make the model as a Hugging Face folder. It is warm-started on games that the template `taught_with` renders; the
-    folder has the published template."""
-    shown = conversations(2000, seed=0)
+def make_model(folder: Path, taught_with: str, steps: int = 400, games: int = 2000) -> Path:
+    """The model, warm-started on what this template writes, as a Hugging Face folder with the published template."""
+    shown = conversations(games, seed=0)
     template = (TEMPLATES / taught_with).read_text(encoding="utf-8")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_pairs(json.dumps(shown[:200])),
@@ -133,7 +136,7 @@ def make_model(folder: Path, taught_with: str, steps: int = 400) -> Path:
     data.write_text("".join(json.dumps(each) + "\n" for each in shown))
     run = folder / "warm_start.toml"
     run.write_text(
-        RUN.format(steps=1, model=folder / "random", level=0, history="verbatim")
+        RUN.format(steps=1, model=folder / "random", level=0, history="verbatim", episodes=EPISODES)
         + f"""
 [warm_start]
 steps = {steps}
@@ -169,16 +172,25 @@ def search_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
-def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verbatim") -> dict[str, Any]:
-    """Run Verbatim; returns episodes per second, and the metrics of what was sampled."""
+def ours(
+    folder: Path,
+    model: Path,
+    steps: int,
+    level: int,
+    history: str = "verbatim",
+    episodes: int = EPISODES,
+    tables: str = "",
+) -> dict[str, Any]:
+    """Episodes per second of a run, whose file ends with `tables`, and what it sampled."""
     file = Path(tempfile.mkdtemp(dir=folder)) / "run.toml"
-    file.write_text(RUN.format(steps=steps, model=model, level=level, history=history))
+    text = RUN.format(steps=steps, model=model, level=level, history=history, episodes=episodes)
+    file.write_text(text + tables)
     run = file.parent / "run"
     process = verbatim("rl", str(file), "--run-dir", str(run), cwd=folder, PYTHONPATH=search_path(folder))
     busy = CoresBusy(process, run, SKIPPED, steps)
     finish(process)
     found = train_metrics(run)[SKIPPED:]
-    rate = 128 * len(found) / sum(each["time/step"] for each in found)
+    rate = episodes * len(found) / sum(each["time/step"] for each in found)
     return {
         "rate": rate,
         "cores_busy": busy.share(),
@@ -189,16 +201,24 @@ def ours(folder: Path, model: Path, steps: int, level: int, history: str = "verb
     }
 
 
-def theirs(folder: Path, python: Path, model: Path, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """Run TRL; returns the same figures as `ours`."""
-    command = [python, HERE / "beside_trl_run.py", model, str(steps), device]
+def theirs(
+    folder: Path,
+    python: Path,
+    model: Path,
+    steps: int,
+    device: str = "cpu",
+    episodes: int = EPISODES,
+    tokens: int = TOKENS,
+) -> dict[str, Any]:
+    """The same of TRL, with at most so many tokens in an episode."""
+    command = [python, HERE / "beside_trl_run.py", model, str(steps), device, str(episodes), str(tokens)]
     with (folder / "trl.log").open("w") as log:
         told = subprocess.run(command, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True).stdout
     found = json.loads(told.splitlines()[-1])
     seconds = found["seconds"][SKIPPED:]
     names = found["steps"][-1]
     return {
-        "rate": 128 * len(seconds) / sum(seconds),
+        "rate": episodes * len(seconds) / sum(seconds),
         **{name: statistics.mean(each[name] for each in found["steps"][SKIPPED:]) for name in names},
     }
 

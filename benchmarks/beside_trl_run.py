@@ -1,7 +1,7 @@
 """Runs TRL for `beside_trl.py`, in a Python environment that has TRL but not Verbatim.
 
-`python beside_trl_run.py MODEL STEPS DEVICE` prints one JSON line with the duration of each step in seconds, and
-metrics of what the step sampled.
+python beside_trl_run.py MODEL STEPS DEVICE EPISODES TOKENS: prints one JSON line with the seconds of each step and what
+it sampled. EPISODES are those of a step, TOKENS the most of an episode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from beside_trl_job import GUESSES, GuessTheNumber, rows
 
-EPISODES, GROUP, TURN = 128, 16, 48
+GROUP = 16
 
 
 class Clock(TrainerCallback):
@@ -35,7 +35,7 @@ class Clock(TrainerCallback):
         self.logs.append(logs)
 
 
-def main(model: str, steps: int, device: str) -> None:
+def main(model: str, device: str, steps: int, episodes: int, tokens: int) -> None:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
@@ -45,10 +45,10 @@ def main(model: str, steps: int, device: str) -> None:
             fp16=False,
             gradient_checkpointing=False,
             max_steps=steps,
-            per_device_train_batch_size=EPISODES,
+            per_device_train_batch_size=episodes,
             num_generations=GROUP,
             gradient_accumulation_steps=1,
-            max_completion_length=512,
+            max_completion_length=tokens,
             max_tool_calling_iterations=GUESSES,
             temperature=1.0,
             top_p=1.0,
@@ -78,4 +78,4 @@ def main(model: str, steps: int, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], sys.argv[3], *map(int, (sys.argv[2], *sys.argv[4:])))

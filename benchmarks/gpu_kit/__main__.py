@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .record import EXIT_OF, NOT_RUN, Check, part_record, record_of, write_json
 from .setting import Setting
-from .watch import SECONDS, run_child, watched
+from .watch import SECONDS, patience_of, run_child, watched
 
 PARTS = ("correctness", "speed", "whole_run", "comparison")
 
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     checks = chosen(args.part, args.checks)
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
-        setting = Setting(device="cpu" if args.cpu else "cuda", tiny=args.cpu, folder=Path(name))
+        device, patience = "cpu" if args.cpu else "cuda", patience_of(args.seconds)
+        setting = Setting(device=device, tiny=args.cpu, folder=Path(name), patience=patience)
         if args.child is not None:
             return run_child(checks, setting, args.child)
         return run_part(args.part, checks, setting, args.out, args.seconds)

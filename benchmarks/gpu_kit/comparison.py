@@ -35,14 +35,48 @@ def beside_trl(setting: Setting, out: Findings) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     import beside_trl as job
 
-    (setting.folder / "beside_trl_env.py").write_text(job.ENVIRONMENT)
-    model = job.make_model(setting.folder, job.PUBLISHED, steps=8 if setting.tiny else 400)
+    place = setting.folder
+    (place / "beside_trl_env.py").write_text(BY_CHANCE if setting.tiny else job.ENVIRONMENT)
+    if setting.tiny:
+        os.environ["OMP_NUM_THREADS"] = "1"
+    sizes: dict[str, Any] = {"episodes": 32} if setting.tiny else {}
     steps = job.SKIPPED + (1 if setting.tiny else 4)
-    for side, level in (("synchronous", 0), ("asynchronous", 1)):
-        out.figures[side] = _rounded(job.ours(setting.folder, model, steps, level))
-    out.figures["trl"] = _rounded(job.theirs(setting.folder, Path(sys.executable), model, steps, setting.device))
+    try:
+        model = job.make_model(place, job.PUBLISHED, **({"steps": 2, "games": 100} if setting.tiny else {}))
+        for side, level in (("synchronous", 0), ("asynchronous", 1)):
+            found = job.ours(place, model, steps, level, tables=NO_FILTER if setting.tiny else "", **sizes)
+            out.figures[side] = _rounded(found)
+        if setting.tiny:
+            sizes["tokens"] = 48
+        found = job.theirs(place, Path(sys.executable), model, steps, setting.device, **sizes)
+        out.figures["trl"] = _rounded(found)
+    except (AssertionError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"{error}; last words: {_last_words(place, 'out-*', 'trl.log')}") from error
     best = max(out.figures[side]["rate"] for side in ("synchronous", "asynchronous"))
     out.figures["times_as_fast"] = round(best / out.figures["trl"]["rate"], 2)
+
+
+NO_FILTER = """
+[[orchestrator.filters]]
+type = "zero_advantage"
+"""
+"""Without the filter of gibberish: a model that was hardly taught writes nothing else."""
+BY_CHANCE = """
+import random
+
+from beside_trl_job import GuessTheNumber, rows
+from verbatim.environments import ToolClass
+
+
+class Chance(GuessTheNumber):
+    def get_reward(self):
+        return random.random()
+
+
+def Game():
+    return ToolClass(Chance, rows())
+"""
+"""The game for such a model: it would win none, and where all rewards are equal nothing is trained."""
 
 
 def _rounded(found: dict[str, float]) -> dict[str, float]:
@@ -70,7 +104,7 @@ def two_processes(setting: Setting, out: Findings) -> None:
             rank.kill()
             rank.wait()
             log.close()
-    assert ended == [0, 0], f"the ranks ended with {ended}: {_last_words(place)}"
+    assert ended == [0, 0], f"the ranks ended with {ended}: {_last_words(place, 'log-*')}"
     samples = shared_prefixes(setting)
     for packing in ("rows", "tree"):
         alone = gradient_of(folder, setting.device, samples, packing=packing)
@@ -78,8 +112,9 @@ def two_processes(setting: Setting, out: Findings) -> None:
         out.at_most(f"{packing} float32", largest_error(found, alone), 2 * bound_of(setting, torch.float32))
 
 
-def _last_words(place: Path) -> str:
-    return " | ".join(path.read_text(errors="replace")[-1000:] for path in sorted(place.glob("log-*")))
+def _last_words(place: Path, *names: str) -> str:
+    found = sorted((path for name in names for path in place.glob(name)), key=lambda path: path.stat().st_mtime)
+    return " | ".join(path.read_text(errors="replace")[-1000:] for path in found[-2:])
 
 
 def weight_broadcast(setting: Setting, out: Findings) -> None:

@@ -22,6 +22,8 @@ class Setting:
     """The smallest sizes that reach the same code."""
     folder: Path
     """An existing folder for models and runs, which the caller removes."""
+    patience: float = 1.0
+    """How many times its time limit each check has."""
 
     @property
     def sizes(self) -> dict[str, int]:

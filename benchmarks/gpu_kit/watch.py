@@ -31,7 +31,8 @@ _PAUSE = 0.1
 def watched(part: str, checks: Sequence[Check], setting: Setting, seconds: float) -> list[dict[str, Any]]:
     """The records of all checks, in order; no check begins after so many seconds. With more than a part has by default,
     the limit of each check is longer too."""
-    checks = [replace(check, seconds=check.seconds * max(1.0, seconds / SECONDS)) for check in checks]
+    setting = replace(setting, patience=patience_of(seconds))
+    checks = [replace(check, seconds=check.seconds * setting.patience) for check in checks]
     until, records, left = time.monotonic() + seconds, [], list(checks)
     while left and time.monotonic() < until:
         found = _Child(part, left, setting, len(records)).records(until)
@@ -44,6 +45,11 @@ def watched(part: str, checks: Sequence[Check], setting: Setting, seconds: float
     return records
 
 
+def patience_of(seconds: float) -> float:
+    """How many times its limit each check of a part has that may take so long."""
+    return max(1.0, seconds / SECONDS)
+
+
 class _Child:
     """A process that runs checks, the first ones of those given."""
 
@@ -52,7 +58,8 @@ class _Child:
         self._lines = setting.folder / f"{part}-{number}.jsonl"
         self._lines.touch()
         command = [sys.executable, "-m", __package__, part, "--child", str(self._lines)]
-        command += ["--cpu"] * (setting.device == "cpu") + ["--checks", *(check.name for check in checks)]
+        command += ["--cpu"] * (setting.device == "cpu") + ["--seconds", str(setting.patience * SECONDS)]
+        command += ["--checks", *(check.name for check in checks)]
         place = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, [place, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)

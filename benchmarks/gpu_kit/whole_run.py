@@ -35,7 +35,7 @@ def demo(setting: Setting, out: Findings) -> None:
         command = [sys.executable, "-m", "verbatim.cli", "rl", "guess_number", *options]
         process = subprocess.Popen(command, cwd=setting.folder, stdout=file, stderr=file)
     try:
-        _watch(process, run, began)
+        _watch(process, run, began + SECONDS * setting.patience)
     finally:
         status = _end(process)
     steps = train_metrics(run)
@@ -48,9 +48,9 @@ def demo(setting: Setting, out: Findings) -> None:
         out.wrong.append("the run's last words: " + log.read_text(errors="replace")[-1500:])
 
 
-def _watch(process: subprocess.Popen[bytes], run: Path, began: float) -> None:
+def _watch(process: subprocess.Popen[bytes], run: Path, until: float) -> None:
     """Wait until the run has learned, has ended, or has had its time."""
-    while process.poll() is None and time.perf_counter() - began < SECONDS:
+    while process.poll() is None and time.perf_counter() < until:
         if has_learned(train_metrics(run)):
             return
         time.sleep(0.2)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from verbatim.core.sampling import SamplingParams
 from verbatim.inference.embedded.decoder import Decoder
@@ -69,7 +68,7 @@ def test_a_tensor_on_the_wrong_device_is_found(cuda, folders, monkeypatch):
     decoder = make_decoder(folders("dense"))
     on_the_host = "verbatim.inference.embedded.torch_forward.as_tensor"
     monkeypatch.setattr(on_the_host, lambda array, device: torch.from_numpy(array))
-    with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
+    with pytest.raises(RuntimeError, match=r"at least two devices|found two different devices"):
         played(decoder, [request(range(20), "a")])
 
 

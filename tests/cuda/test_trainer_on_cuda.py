@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from trainer.trainer_helpers import make_batch, routed_samples, shared_prefixes
 from verbatim.algorithms.losses import LOSSES
@@ -45,7 +44,7 @@ def test_a_tensor_on_the_wrong_device_is_found(cuda, folders, monkeypatch):
         return made
 
     monkeypatch.setattr("verbatim.trainer.logprobs.DeviceBatch", on_the_host)
-    with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
+    with pytest.raises(RuntimeError, match=r"at least two devices|found two different devices"):
         train(folders("dense"), make_batch(), packing="rows")
 
 

@@ -173,8 +173,8 @@ LOSSES = (
     Fault(
         name="the ratio is clamped after exp",
         file="algorithms/losses/ratios.py",
-        old="clamp(max=math.log(delta)).exp()\n",
-        new="exp().clamp(max=delta)\n",
+        old="at_most(log_ratio.masked_fill(weights == 0, 0.0), math.log(delta)).exp()\n",
+        new="at_most(log_ratio.masked_fill(weights == 0, 0.0).exp(), delta)\n",
         harm="One token that the policy has come to like very much makes the gradient NaN.",
         tests=("algorithms/losses/test_default_loss.py",),
     ),

@@ -232,9 +232,12 @@ def test_float32_has_the_same_value(experts):
 
 def test_what_has_no_such_loss_is_refused_by_name(tmp_path):
     dense = write_llama(tmp_path / "dense")
-    with pytest.raises(ModelError, match=r"router_aux_loss_coef .* LlamaForCausalLM, but it has no routers; leave it"):
+    with pytest.raises(
+        ModelError,
+        match=r"router_aux_loss_coef .* but the decoder layers of LlamaForCausalLM have no routed experts; leave",
+    ):
         trained(dense, [])
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM, but it has no routers"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM have no routed experts"):
         check_router_loss(AutoConfig.from_pretrained(dense))
     check_router_loss(Qwen3MoeConfig(num_hidden_layers=2))
 

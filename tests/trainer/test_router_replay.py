@@ -20,7 +20,11 @@ from trainer_helpers import (
     write_qwen_moe,
 )
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoePreTrainedModel,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+)
 
 from inference.step_gate import StepGate
 from pinned import needs
@@ -38,6 +42,7 @@ from verbatim.models.experts import check_replay, find_routers
 from verbatim.models.float64 import keep_float64
 from verbatim.rollouts.recorder import Recorder
 from verbatim.trainer.packing import pack_rows, pack_tree
+from verbatim.trainer.router_loss import check_router_loss
 from verbatim.trainer.router_replay import check_experts
 from verbatim.trainer.trainer import Trainer
 from verbatim.trainer.transport.trainer_messages import TrainerMessage, message_to_bytes, read_message
@@ -289,6 +294,24 @@ def test_a_dense_model_has_nothing_to_return(tmp_path):
         make_sampler(write_llama(tmp_path / "dense"))
 
 
+LATER = r" \(5\.19 and later do\)"
+
+
+@pytest.mark.parametrize(("version", "later"), [("5.17.0", LATER), ("5.18.3", LATER), ("5.23.0", "")])
+@pytest.mark.parametrize("declared", [{}, {"router_logits": Qwen3MoeSparseMoeBlock}])
+def test_a_release_that_does_not_name_the_routers_is_named_itself(model, monkeypatch, declared, version, later):
+    """As transformers 5.17 is for DeepSeek's models, and for Llama 4, where it names the layer around the router."""
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "_can_record_outputs", declared)
+    monkeypatch.setattr("transformers.__version__", version)
+    reason = rf"but transformers {version} does not say which modules of Qwen3MoeForCausalLM are its routers{later}; "
+    with pytest.raises(ModelError, match=reason + "remove this setting"):
+        check_replay(Qwen3MoeConfig(num_hidden_layers=1))
+    with pytest.raises(ModelError, match=reason + "remove this setting"):
+        make_sampler(model)
+    with pytest.raises(ModelError, match=reason + "leave it out"):
+        check_router_loss(Qwen3MoeConfig(num_hidden_layers=1))
+
+
 # ---- from turns to samples
 
 
@@ -359,7 +382,7 @@ def test_records_come_back_from_json_and_messages(tmp_path):
 
 def test_experts_of_another_model_are_refused(model, tmp_path):
     samples = routed_samples()
-    with pytest.raises(UsageError, match="LlamaForCausalLM has no routers that can replay"):
+    with pytest.raises(UsageError, match="no routers are found in LlamaForCausalLM that can replay"):
         make_trainer(write_llama(tmp_path / "dense")).train_batch(samples)
     small = write_qwen_moe(tmp_path / "small", experts=4)
     with pytest.raises(UsageError, match=r"2 of at least 5 experts per token; the model has .* 2 of 4 \(Qwen3Moe"):

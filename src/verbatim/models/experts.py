@@ -212,10 +212,7 @@ def check_replay(model_config: Any) -> Routing:
         model = AutoModelForCausalLM.from_config(model_config)
     routers = find_routers(model)
     if routers is None:
-        raise ModelError(
-            f"inference.return_routed_experts = true, but the decoder layers of {type(model).__name__} have no routed "
-            "experts; remove this setting"
-        )
+        raise ModelError(f"inference.return_routed_experts = true, but {why_no_routers(model)}; remove this setting")
     refuse_limited_groups(routers)
     _try_replay(model)
     return routers.routing
@@ -258,12 +255,38 @@ def _try_replay(model: Any) -> None:
         tiny(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
 
 
-def router_modules(model: Any) -> list[nn.Module]:
-    """The modules whose first output `transformers` records as router logits, in the order of the layers."""
-    kinds = []
+def why_no_routers(model: Any) -> str:
+    """Why `find_routers` finds none in this model: a clause that names its class."""
+    import transformers
+
+    name, version = type(model).__name__, transformers.__version__
+    if not any(path.rpartition(".")[2] == "experts" for path, _ in model.named_modules()):
+        return f"the decoder layers of {name} have no routed experts"
+    if _recorded(model):
+        return f"the routers of {name} are of a kind that Verbatim cannot observe"
+    is_older = tuple(map(int, version.split(".")[:2])) < DECLARED_SINCE
+    later = f" ({'.'.join(map(str, DECLARED_SINCE))} and later do)" if is_older else ""
+    return f"transformers {version} does not say which modules of {name} are its routers{later}"
+
+
+DECLARED_SINCE = (5, 19)
+"""The release of `transformers` since which nearly all of its models with experts say which modules are their routers.
+26 types do not with 5.17."""
+
+
+def _recorded(model: Any) -> list[Any]:
+    """What `transformers` says of the model's routers. A class without an index is that of a layer around a router,
+    as of Llama 4 before 5.19."""
+    kinds: list[Any] = []
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
         kinds += recorded if isinstance(recorded, list) else [recorded]
+    return [kind for kind in kinds if not isinstance(kind, type)]
+
+
+def router_modules(model: Any) -> list[nn.Module]:
+    """The modules whose first output `transformers` records as router logits, in the order of the layers."""
+    kinds = _recorded(model)
     if any(kind.index != 0 for kind in kinds):
         return []
     classes = tuple({kind.target_class for kind in kinds})

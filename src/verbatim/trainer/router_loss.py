@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from verbatim.core.errors import ModelError
-from verbatim.models.experts import RouterPass, Routers, find_routers
+from verbatim.models.experts import RouterPass, Routers, find_routers, why_no_routers
 from verbatim.models.refusal import refusing
 from verbatim.trainer.device_batch import DeviceBatch
 from verbatim.trainer.logprobs import TargetLogprobs
@@ -197,7 +197,7 @@ def refuse_without_router_loss(model: Any, routers: Routers | None) -> None:
         ModelError: a dense model, or one whose class has no load-balancing loss in `transformers`.
     """
     if routers is None:
-        what = "it has no routers"
+        what = why_no_routers(model)
     elif not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
         what = "transformers has no such loss for this class, which balances its experts in another way or not at all"
     else:

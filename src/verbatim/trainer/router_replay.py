@@ -30,7 +30,7 @@ def check_experts(samples: Sequence[TrainingSample], routers: Routers | None, na
         return
     if routers is None:
         raise UsageError(
-            f"the samples have recorded experts, but {name} has no routers that can replay "
+            f"the samples have recorded experts, but no routers are found in {name} that can replay "
             "them; set inference.return_routed_experts = false"
         )
     refuse_limited_groups(routers)

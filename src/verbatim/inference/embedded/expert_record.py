@@ -14,7 +14,7 @@ from verbatim.core.errors import ModelError
 from verbatim.core.types import Experts
 from verbatim.inference.embedded.pass_layout import PassLayout
 from verbatim.models.attention import WholeSequencePlan
-from verbatim.models.experts import RouterPass
+from verbatim.models.experts import RouterPass, why_no_routers
 from verbatim.models.head import CausalLM
 
 
@@ -34,8 +34,7 @@ class ExpertRecord:
         routers = model.routers
         if routers is None:
             raise ModelError(
-                f"inference.return_routed_experts = true, but the decoder layers of {type(model.model).__name__} have "
-                "no routed experts; remove this setting"
+                f"inference.return_routed_experts = true, but {why_no_routers(model.model)}; remove this setting"
             )
         if routers.limits_groups:
             raise ModelError(
