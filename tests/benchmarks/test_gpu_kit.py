@@ -3,7 +3,10 @@
 import dataclasses
 import importlib
 import json
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +18,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from verbatim.trainer.packing import PACKERS
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("__main__", "attention_checks", "build", "correctness", "record", "reference", "setting", "speed", "watch")
+NAMES = (
+    "__main__",
+    "attention_checks",
+    "build",
+    "comparison",
+    "correctness",
+    "record",
+    "reference",
+    "setting",
+    "speed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +36,9 @@ def kit():
     """Its modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield SimpleNamespace(**{name: importlib.import_module(f"gpu_kit.{name}") for name in (*NAMES, "whole_run")})
+        yield SimpleNamespace(
+            **{name: importlib.import_module(f"gpu_kit.{name}") for name in (*NAMES, "watch", "whole_run")}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +156,21 @@ def test_checks_that_the_time_of_a_part_does_not_reach_did_not_run(kit, setting)
     assert (record["status"], record["reason"]) == ("NOT RUN", "the part's 0 s were spent")
 
 
+def test_a_slow_machine_has_longer_limits_in_the_child_too(kit, setting, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def start(command, **_):
+        raise Started(command)
+
+    monkeypatch.setattr(kit.watch.subprocess, "Popen", start)
+    with pytest.raises(Started) as started:
+        kit.watch.watched("correctness", [check_named(kit, "kept sets")], setting, 10 * kit.watch.SECONDS)
+    (command,) = started.value.args
+    assert kit.watch.patience_of(float(command[command.index("--seconds") + 1])) == pytest.approx(10)
+    assert kit.watch.patience_of(1.0) == 1.0
+
+
 def test_the_names_of_all_checks_are_different_and_their_limits_fit(kit):
     for part in kit.__main__.PARTS:
         checks = importlib.import_module(f"gpu_kit.{part}").CHECKS
@@ -191,6 +221,16 @@ def test_a_run_has_learned_when_its_last_five_rewards_are_high(kit, tmp_path):
     assert kit.whole_run.train_metrics(tmp_path / "none") == []
 
 
+# ---- comparison
+
+
+def test_without_trl_the_comparison_with_it_did_not_run(kit, setting, monkeypatch):
+    monkeypatch.setattr(kit.comparison.importlib.util, "find_spec", lambda name: None)
+    (check,) = [check for check in kit.comparison.CHECKS if check.name == "beside TRL"]
+    record = kit.record.run_check(check, setting)
+    assert record["status"] == "NOT RUN" and record["reason"].startswith("trl is not installed; make gpu-kit TRL=yes")
+
+
 # ---- the folder
 
 
@@ -230,6 +270,31 @@ def test_a_part_that_is_not_there_is_refused_with_what_is():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("Runs a part of the kit") and "all-1 is the first two" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.realtime
+def test_run_sh_installs_without_an_index_and_sees_the_packages_of_an_environment(kit, tmp_path):
+    """The Python here is that of an environment; torch is there, and not in the kit."""
+    (tmp_path / "wheels").mkdir()
+    kit.build.write_stub(tmp_path / "wheels", "stand-in", "1.0")
+    (tmp_path / "install.txt").write_text("stand-in\n")
+    shutil.copy2(ROOT / "benchmarks/gpu_kit/run.sh", tmp_path)
+    part = tmp_path / "benchmarks" / "gpu_kit"
+    part.mkdir(parents=True)
+    (part / "__main__.py").write_text(
+        "import sys\n"
+        "from importlib.metadata import version\n"
+        "print(version('torch'), version('stand-in'), sys.argv[1:])\n"
+        "sys.exit(3)\n"
+    )
+    (part / "__init__.py").touch()
+    own = {"PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "GPU_KIT_VENV": str(tmp_path / "venv")}
+    command = ["bash", str(tmp_path / "run.sh"), "speed", "--cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **own})
+    arguments = ["speed", "--out", str(tmp_path / "out"), "--cpu"]
+    assert done.stdout == f"{torch.__version__} 1.0+there {arguments}\n", done.stderr
+    assert done.returncode == 3 and (tmp_path / "out" / "speed.log").read_text() == done.stdout
 
 
 def test_a_folder_that_is_not_a_kit_is_not_replaced(kit, tmp_path):
