@@ -300,7 +300,7 @@ LATER = r" \(5\.19 and later do\)"
 @pytest.mark.parametrize(("version", "later"), [("5.17.0", LATER), ("5.18.3", LATER), ("5.23.0", "")])
 @pytest.mark.parametrize("declared", [{}, {"router_logits": Qwen3MoeSparseMoeBlock}])
 def test_a_release_that_does_not_name_the_routers_is_named_itself(model, monkeypatch, declared, version, later):
-    """As transformers 5.17 is for DeepSeek's models, and for Llama 4, where it names the layer around the router."""
+    """As transformers 5.17 is for DeepSeek's models, and for EXAONE-MoE, where it names the layer around the router."""
     monkeypatch.setattr(Qwen3MoePreTrainedModel, "_can_record_outputs", declared)
     monkeypatch.setattr("transformers.__version__", version)
     reason = rf"but transformers {version} does not say which modules of Qwen3MoeForCausalLM are its routers{later}; "

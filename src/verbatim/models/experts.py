@@ -276,7 +276,7 @@ DECLARED_SINCE = (5, 19)
 
 def _recorded(model: Any) -> list[Any]:
     """What `transformers` says of the model's routers. A class without an index is that of a layer around a router,
-    as of Llama 4 before 5.19."""
+    as of EXAONE-MoE and Llama 4 before 5.19."""
     kinds: list[Any] = []
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or []
