@@ -28,7 +28,7 @@ _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RunPart:
     """Equal processes of a run."""
 
     name: str
@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class ClusterNode:
     """A node of the cluster."""
 
     address: str
@@ -59,7 +59,7 @@ class Node:
     """Size of its object store in bytes."""
 
 
-def parts_of(config: RunConfig, *, has_gpus: bool) -> list[Part]:
+def parts_of(config: RunConfig, *, has_gpus: bool) -> list[RunPart]:
     """The parts of a run that are placed on the cluster.
 
     Args:
@@ -73,7 +73,7 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[Part]:
         gpus = (0.5 if shares else 1.0) if has_gpus and config.trainer.device != "cpu" else 0.0
         each = _reserved(cluster.trainer, gpus)
         parts.append(
-            Part(
+            RunPart(
                 name="trainer rank",
                 key="cluster.trainer",
                 count=config.trainer.parallel.processes,
@@ -86,7 +86,7 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[Part]:
         computes = has_gpus and getattr(settings, "device", "auto") != "cpu"
         gpus = (0.5 if shares else float(planned.devices_each)) if computes else 0.0
         parts.append(
-            Part(
+            RunPart(
                 name="sampler replica",
                 key="cluster.sampler",
                 count=cluster.replicas if is_torch else planned.count,
@@ -97,7 +97,7 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[Part]:
     if config.orchestrator.rollout.backend == "ray":
         workers = config.orchestrator.rollout.workers
         parts.append(
-            Part(
+            RunPart(
                 name="rollout worker",
                 key="cluster.worker",
                 count=workers,
@@ -112,10 +112,10 @@ def _reserved(own: NodeResources, gpus: float) -> dict[str, float]:
     return {"CPU": own.cpus, "GPU": gpus if own.gpus is None else own.gpus}
 
 
-def nodes_of(ray: Any) -> list[Node]:
+def nodes_of(ray: Any) -> list[ClusterNode]:
     """The nodes that are alive."""
     return [
-        Node(
+        ClusterNode(
             address=node["NodeManagerAddress"],
             resources={name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")},
             object_store=int(node["Resources"].get("object_store_memory", 0)),
@@ -167,7 +167,7 @@ def check_cluster(ray: Any, config: RunConfig) -> list[str]:
     return lines
 
 
-def _bundles(config: RunConfig, parts: Sequence[Part]) -> list[Part]:
+def _bundles(config: RunConfig, parts: Sequence[RunPart]) -> list[RunPart]:
     """The parts by what is reserved: a trainer rank and a replica that take turns share one bundle, because Ray assigns
     a whole GPU to one bundle."""
     are_both_placed = {"cluster.trainer", "cluster.sampler"} <= {part.key for part in parts}
@@ -178,7 +178,7 @@ def _bundles(config: RunConfig, parts: Sequence[Part]) -> list[Part]:
     return [replace(trainer, name="trainer rank with its replica", each=both), *rest]
 
 
-def _first_with_room(free: Sequence[Mapping[str, float]], part: Part, number: int) -> int | None:
+def _first_with_room(free: Sequence[Mapping[str, float]], part: RunPart, number: int) -> int | None:
     """The node for one process. Packed processes take the first node with room; spread ones begin the search at
     another node each."""
     start = number if part.strategy == "SPREAD" else 0
@@ -276,7 +276,7 @@ def reserve(ray: Any, config: RunConfig) -> dict[str, Reserved]:
     return {part.key: Reserved(group=groups.get(part.key, shared), each=part.each) for part in parts}
 
 
-def _reserve(ray: Any, part: Part, bundles: Sequence[Resources]) -> Any:
+def _reserve(ray: Any, part: RunPart, bundles: Sequence[Resources]) -> Any:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     # Ray refuses an empty bundle.
