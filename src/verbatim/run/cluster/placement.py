@@ -181,10 +181,12 @@ def _bundles(config: RunConfig, parts: Sequence[RunPart]) -> list[RunPart]:
 def _first_with_room(free: Sequence[Mapping[str, float]], part: RunPart, number: int) -> int | None:
     """The node for one process. Packed processes take the first node with room; spread ones begin the search at
     another node each."""
-    start = number if part.strategy == "SPREAD" else 0
-    order = [(start + offset) % len(free) for offset in range(len(free))]
-    fits = (index for index in order if all(free[index].get(name, 0.0) >= amount for name, amount in part.each.items()))
-    return next(fits, None)
+    start = number % len(free) if part.strategy == "SPREAD" else 0
+    order: list[int] = [*range(start, len(free)), *range(start)]
+    for index in order:
+        if all(free[index].get(name, 0.0) >= amount for name, amount in part.each.items()):
+            return index
+    return None
 
 
 def _refuse_unequal(config: RunConfig) -> None:
