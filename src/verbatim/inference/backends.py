@@ -73,6 +73,19 @@ SERVERS: Mapping[str, str] = {
 }
 """By backend name: a function `servers(inputs, settings) -> Servers`, for backends that can connect to running
 servers."""
+NODE_SERVERS: Mapping[str, str] = {
+    "torch": "verbatim.inference.embedded.on_node:serve_on_node",
+    "vllm": "verbatim.inference.vllm.on_node:serve_on_node",
+}
+"""By backend name: a function that runs one server in an actor on a node of a cluster, for backends that can be placed
+there. See `verbatim.inference.vllm.on_node`."""
+CONNECTORS: Mapping[str, str] = {
+    "torch": "verbatim.inference.embedded.backend:node_connector",
+    "vllm": "verbatim.inference.vllm.servers:node_connector",
+}
+"""By backend name: a function `connector(inputs, settings, api_key)` for the same backends. It returns (1) a function
+that makes a replica from the URL of a server, the replica's name, its policy version and a `Deliver`, and (2) the
+`Rendezvous` of all replicas, or None."""
 STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:StandingVllm"}
 """By backend name: a function `standing(inputs, settings, listening)` that makes standalone servers for runs on other
 hosts. Only backends that compute in separate processes have such a function. The result has `urls`, `named`, `start()`,

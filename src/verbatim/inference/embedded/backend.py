@@ -59,6 +59,13 @@ def found_servers(inputs: BackendInputs, settings: TorchSettings) -> FoundServer
     )
 
 
+def node_connector(
+    inputs: BackendInputs, settings: TorchSettings, api_key: str
+) -> tuple[Callable[..., HttpReplica], None]:
+    """See `backends.CONNECTORS`."""
+    return connector(inputs, settings, api_key=api_key), None
+
+
 def connector(inputs: BackendInputs, settings: TorchSettings, *, api_key: str | None) -> Callable[..., HttpReplica]:
     """A function that makes a replica from (1) the root URL of one of our servers, (2) the replica's name, (3) its
     policy version, and (4) what brings folders to the server's host, if anything does."""

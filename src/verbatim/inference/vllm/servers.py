@@ -7,12 +7,14 @@ import itertools
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
+from verbatim.inference.http.uploads import Deliver
 from verbatim.inference.pool.replica import Rendezvous
 from verbatim.inference.pool.servers import FoundServers, Servers
 from verbatim.inference.vllm.broadcast import WeightBroadcast
@@ -75,6 +77,19 @@ def replica_maker(
         phase_timeout=settings.update_timeout,
         broadcast=broadcast,
     )
+
+
+def node_connector(
+    inputs: BackendInputs, settings: VllmSettings, api_key: str
+) -> tuple[Callable[..., VllmReplica], Rendezvous | None]:
+    """See `backends.CONNECTORS`."""
+    broadcast = make_broadcast(inputs, settings)
+    make = replica_maker(inputs, settings, broadcast)
+
+    def connect(url: str, name: str, version: int, deliver: Deliver | None) -> VllmReplica:
+        return make(url, name=name, policy_version=version, model=MODEL_NAME, api_key=api_key, deliver=deliver)
+
+    return connect, broadcast
 
 
 def base_model(model: str | Path) -> str | Path:

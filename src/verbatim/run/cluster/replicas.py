@@ -11,10 +11,10 @@ from typing import Any
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import SamplerFault, VerbatimError
-from verbatim.inference.backends import BackendInputs
+from verbatim.core.imports import import_object
+from verbatim.inference.backends import CONNECTORS, BackendInputs
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.uploads import Deliver
-from verbatim.inference.pool.replica import Rendezvous
 from verbatim.inference.pool.servers import ServerReplica
 from verbatim.rollouts.ray.cluster import said_by_ray
 from verbatim.run.cluster.placement import Reserved
@@ -57,7 +57,8 @@ class RayServers:
         self._key = secrets.token_urlsafe(24)
         settings = inference_settings(config)
         self._count = config.cluster.replicas if isinstance(settings, TorchSettings) else settings.planned().count
-        self._connect, self.rendezvous = _connector(inputs, settings, self._key)
+        connector = import_object(CONNECTORS[config.inference.backend])
+        self._connect, self.rendezvous = connector(inputs, settings, self._key)
         self._actors: dict[int, Any] = {}
         self.weights: tuple[Path, int] = (Path(inputs.model), inputs.policy_version)
         """Folder and policy version of the weights with which a server starts."""
@@ -131,21 +132,3 @@ class RayServers:
     async def close(self) -> None:
         """End all servers."""
         await asyncio.gather(*(self._end(index) for index in list(self._actors)))
-
-
-def _connector(inputs: BackendInputs, settings: Any, key: str) -> tuple[Connect, Rendezvous | None]:
-    """What makes replicas, and what coordinates their updates."""
-    if isinstance(settings, TorchSettings):
-        from verbatim.inference.embedded.backend import connector
-
-        return connector(inputs, settings, api_key=key), None
-    from verbatim.inference.vllm.command import MODEL_NAME
-    from verbatim.inference.vllm.servers import make_broadcast, replica_maker
-
-    broadcast = make_broadcast(inputs, settings)
-    make = replica_maker(inputs, settings, broadcast)
-
-    def connect(url: str, name: str, version: int, deliver: Deliver | None) -> ServerReplica:
-        return make(url, name=name, policy_version=version, model=MODEL_NAME, api_key=key, deliver=deliver)
-
-    return connect, broadcast
