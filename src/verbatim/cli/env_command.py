@@ -39,7 +39,7 @@ _OF_CHECK: Mapping[str, Any] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what to do, ENVIRONMENT and the limits."""
+    """Declare the arguments: the action, ENVIRONMENT and the limits."""
     parser.epilog = (
         "check plays the environment with a random player, with each episode's solution() and with its demonstrations, "
         "so its tools are run with random arguments; exit status: 0 nothing is wrong, 1 something is, 2 there is no "

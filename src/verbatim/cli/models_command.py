@@ -14,7 +14,7 @@ from verbatim.models.catalog import MODELS, kept_model, models_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what to do, NAME, --to, --wheel and --dtype."""
+    """Declare the arguments: the action, MODEL, --to, --wheel and --dtype."""
     parser.epilog = (
         'a run names the model by the same word: model.name = "smollm2-135m". Any folder in Hugging Face format and '
         "any hub id works there too, without this command"

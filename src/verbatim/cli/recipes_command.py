@@ -15,7 +15,7 @@ from verbatim.run.recipes import about, copy_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what to do, NAME and FOLDER."""
+    """Declare the arguments: the action, NAME and FOLDER."""
     parser.epilog = "a recipe's name stands for its file: verbatim rl guess_number, verbatim config guess_number"
     parser.add_argument("what", nargs="?", choices=("list", "copy"), default="list", help="list or copy (list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe to copy")

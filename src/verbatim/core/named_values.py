@@ -1,4 +1,4 @@
-"""Finds names with their values in strings, so that keys can be found by name: settings, options, HTTP headers, and
+"""Finds names with their values in strings, so that secrets can be found by name: settings, options, HTTP headers, and
 lists and tables that follow a name. This includes JSON nested in JSON strings, with quotes escaped once or several
 times."""
 
@@ -75,7 +75,7 @@ class Named:
     """A named value in a string."""
 
     name: str
-    """The name that decides whether the value is a key: the value's own name, or the name of the list or table that
+    """The name that decides whether the value is a secret: the value's own name, or the name of the list or table that
     contains the value."""
     start: int
     end: int
@@ -119,11 +119,11 @@ class _Level:
 
 
 def _listed_in(text: str) -> Iterator[Named]:
-    """The strings in lists and tables that follow the name of a key, found in one pass that starts at the first such
+    """The strings in lists and tables that follow a secret's name, found in one pass that starts at the first such
     name.
 
     An upper-case name without quotes is probably a constant of a program (`_TOKENS = ("input_ids", "starts")`), not an
-    environment variable; so its strings count as keys only if they look like keys.
+    environment variable. So the strings that follow this name count as secrets only if they look like secrets.
     """
     first = next((found for found in _OPENS.finditer(text) if _may_hold_keys(found)), None)
     levels, name, has_name = [_Level("")], "", False
@@ -170,8 +170,7 @@ def _start_of_key(found: re.Match[str]) -> int:
 
 
 def _may_hold_keys(found: re.Match[str]) -> bool:
-    """True if a list or table follows the name of a key, or if arguments follow the name of a login:
-    `BasicAuth(...)`."""
+    """True if a list or table follows a secret's name, or if arguments follow the name of a login: `BasicAuth(...)`."""
     name = _named_by(found)
     return names_key(name) if found["call"] is None else is_login_name(name)
 
@@ -181,7 +180,7 @@ def _may_be_key(bare: str) -> bool:
 
 
 HEADERS = tuple(map(_headers, _HEADERS))
-"""Functions that find HTTP headers that hold keys, and return the headers' values."""
+"""Functions that find HTTP headers that hold secrets, and return the headers' values."""
 SETTINGS = (*map(_settings, _SETTINGS), _listed_in, _items_in)
 """Functions that find the values of settings and options, and the values in lists and tables that follow a name."""
 LINES = _settings(_YAML)

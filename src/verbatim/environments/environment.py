@@ -63,15 +63,15 @@ class Agent(Protocol):
 
 
 class Episode:
-    """The state of one rollout. Subclass it, or use any object with these attributes.
+    """The state of one rollout. Subclass it, or use any object with these attributes and methods.
 
-    Three more methods are optional. `async run(agent)` replaces `reply` if the episode has its own control flow.
-    `solution()` returns the assistant messages that solve the episode, in order, as a list or a generator.
-    `random_move(rng)` returns a string that is a legal answer now, or None. `verbatim env check` plays `solution` and
-    `random_move`.
+    An episode may define three further methods. `async run(agent)` replaces `reply` if the episode has its own control
+    flow. `solution()` returns the assistant messages that solve the episode, in order, as a list or a generator.
+    `random_move(rng)` returns a string that is a legal answer in the current state, or None. `verbatim env check` plays
+    `solution` and `random_move`.
 
-    The attribute `hears_last_turn` is optional too. If it is False, `reply` is not called for the last turn that the
-    model gets before a limit ends the episode.
+    An episode may also define the attribute `hears_last_turn`. If it is False, `reply` is not called for the last turn
+    that the model gets before a limit ends the episode.
     """
 
     messages: Sequence[Message] = ()

@@ -61,8 +61,8 @@ class Completion:
     num_cached_tokens: int | None = None
     """Number of prompt tokens that came from the prefix cache; None if the engine does not report it."""
     num_lost_tokens: int = 0
-    """Number of tokens known to have been sampled for this request by replicas that were then lost or turned out to
-    have wrong weights. These tokens are not part of `ids` or of any other completion."""
+    """Number of tokens that are known to have been sampled for this request but were discarded, because their replica
+    was lost or had wrong weights. These tokens are not in `ids`, nor in any other completion."""
 
 
 def nothing_sampled(queued_seconds: float = 0.0) -> Completion:

@@ -178,7 +178,8 @@ def load_model(
 
 
 def _kind(source: str) -> str:
-    """The architecture named in a folder's config.json, to put in a message: " (Qwen3ForCausalLM)", or ""."""
+    """The architecture that a folder's config.json names, formatted for an error message: " (Qwen3ForCausalLM)"; "" if
+    config.json names none."""
     try:
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -27,7 +27,8 @@ def probe_length(config: Any, most: int) -> int:
 
 
 def rope_name(config: Any) -> str:
-    """The RoPE type that changes positions, to put in a message: " ('longrope' rope)", or "" if no type does."""
+    """The RoPE type of a model whose RoPE changes positions, formatted for an error message: " ('longrope' rope)"; ""
+    for any other model."""
     names = {str(p.get("rope_type")) for p in _encodings(getattr(config, "rope_parameters", None))}
     found = sorted(names & {"dynamic", "longrope"})
     return f" ({found[0]!r} rope)" if found else ""

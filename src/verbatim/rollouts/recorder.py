@@ -118,8 +118,8 @@ class Recorder:
             self._on_dropped({"error": num_tokens})
 
     def count_lost(self, num_tokens: int) -> None:
-        """Count tokens sampled by replicas that were then lost. The requests that these replicas were serving have been
-        sent again, to other replicas."""
+        """Count tokens that were sampled but discarded, because their replica was lost. Each affected request has been
+        sent again, to another replica."""
         if num_tokens and self._on_sampled is not None:
             self._on_sampled(num_tokens)
         if num_tokens and self._on_dropped is not None:

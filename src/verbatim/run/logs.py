@@ -110,8 +110,8 @@ _STARTED = "started (process "
 
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Log to a file, and record the exception that ended the block, if any, because the run's other process quotes
-    it."""
+    """Context manager: logs to a file. If an exception ends the block, the exception is logged too, so that the run's
+    other process can quote it."""
     handler = _LogFileHandler(path, encoding="utf-8")
     handler.setFormatter(_Plain(_FORMAT))
     root = logging.getLogger()

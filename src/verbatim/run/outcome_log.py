@@ -122,7 +122,7 @@ class OutcomeLog:
             )
 
     def marks(self) -> dict[str, Any]:
-        """The entries of the files for a checkpoint."""
+        """The marks of the outcome files, to be stored in a checkpoint's manifest."""
         self.wait()
         return self._files.marks()
 

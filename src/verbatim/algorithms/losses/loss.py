@@ -101,9 +101,11 @@ class Loss:
     training_mode: Literal["rl", "opd", "sft"] = "rl"
     """The `orchestrator.training_mode` that the loss is for; modes other than "rl" have their own loss."""
     reward_weight: str | None = None
-    """The parameter that weights the advantage, if there is one; if it is 0, rewards are not used."""
+    """Name of the parameter that weights the advantage, or None if the loss has no such parameter. Rewards are not used
+    if the parameter is 0."""
     teacher_weight: str | None = None
-    """The parameter that weights a teacher's log ratio, if there is one; if it is above 0, a teacher is used."""
+    """Name of the parameter that weights the teacher's log ratio, or None if the loss has no such parameter. A teacher
+    is used if the parameter is above 0."""
 
     @property
     def reads_rewards(self) -> bool:
@@ -135,7 +137,7 @@ class Loss:
 
 
 def refuse_bad_parameters(function: Callable[..., LossOutputs], **parameters: Hashable) -> None:
-    """Check a loss's parameters against the types in its signature, like parameters from a file.
+    """Check a loss's parameters against the types in its signature, just as parameters from a file are checked.
 
     Raises:
         ComponentError: a parameter is outside its range.

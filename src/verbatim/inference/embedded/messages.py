@@ -66,7 +66,8 @@ class Outbox:
     """Undelivered answers."""
 
     def put(self, reply: EngineReply, answer: Any) -> None:
-        """Add a reply; an exception is raised in the caller."""
+        """Add a reply, which `send` delivers. If `answer` is an exception, the exception is raised where the reply is
+        awaited."""
         self.answers.setdefault(reply.future.get_loop(), []).append((reply, answer))
 
     def send(self) -> None:

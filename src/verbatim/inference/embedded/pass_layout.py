@@ -21,7 +21,8 @@ _SHORTEST = 16
 _RANGE_BYTES = 1 << 20
 """Starting one more range takes as long as reading this many bytes of keys."""
 _PAIRS = 1 << 16
-"""Maximum number of (query, key) pairs of prompts that attend together: 256 KB of scores per head."""
+"""Maximum number of (query, key) pairs in a group of several prompts whose attention is computed together. The scores
+of this many pairs take 256 KB per head."""
 _COPY = 3
 """Cost of copying keys and reading the copy, relative to reading them in place."""
 
@@ -215,8 +216,8 @@ def _similar(counts: Rows) -> list[Slots]:
 
 
 def at_once(similar: Slots, counts: Rows, computed: Rows) -> list[Slots]:
-    """Split sequences into runs whose scores fit the CPU's cache: one sequence, or several with at most `_PAIRS` pairs
-    of query and key after padding.
+    """Split sequences into groups whose scores fit the CPU's cache: a group is one sequence, or several sequences with
+    at most `_PAIRS` (query, key) pairs after padding.
 
     Args:
         similar: Indices of the sequences: int64 [N].

@@ -90,8 +90,8 @@ class ChatRoutes:
             raise
 
     async def _answer(self, request: Request, protocol: ChatProtocol) -> Response:
-        """Read and render the request in the render pool. Then count the prompt's tokens, stream a response, or sample
-        and return it whole."""
+        """Read and render the request in the render pool. Then do what the request asks for: count the prompt's tokens,
+        stream a response, or return a complete response."""
         if self._render_pool is None:
             raise Refused(
                 404, f"this server was started without a renderer, so it takes token ids only: POST {GENERATE}"

@@ -80,11 +80,11 @@ def account_headers(url: str) -> dict[str, str]:
 
 
 def named_key(url: str, named: str | None) -> str | None:
-    """The key in the environment variable `key_variable(url, named)`; None if no variable applies or OPENAI_API_KEY is
-    not set.
+    """Read the key from the environment variable `key_variable(url, named)`. Returns None if that function returns
+    None, or if `named` is None and OPENAI_API_KEY is not set or empty.
 
     Raises:
-        UsageError: the variable `named` is empty.
+        UsageError: `named` is the name of a variable that is not set or empty.
     """
     variable = key_variable(url, named)
     key = (os.environ.get(variable) or None) if variable is not None else None

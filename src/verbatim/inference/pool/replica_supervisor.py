@@ -251,9 +251,9 @@ class ReplicaSupervisor:
         """Make every replica release its device once its requests have ended. New requests wait in the queue until
         `bring_to`.
 
-        Returns once each replica is asleep or out. A replica that fails to fall asleep is lost, restarted, and put to
-        sleep. A replica that dies while it sleeps is restarted by `bring_to`, because until then the device is the
-        trainer's.
+        Returns once each replica is asleep or out. A replica that fails to fall asleep is treated as failed: it is
+        restarted, then put to sleep. A replica that dies while it sleeps is restarted by `bring_to`, because until then
+        the device is the trainer's.
         """
         self._queue.hold()
         while self.failure is None and not all(member.state in ("asleep", "out") for member in self.members):

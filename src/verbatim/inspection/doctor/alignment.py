@@ -78,8 +78,8 @@ class _Runs:
         self._endings = {tuple(ids[-n:]): len(ids) - n for n in range(1, RUN) if len(ids) - n >= start}
 
     def goes_on_at(self, prompt: Sequence[int], shared: int) -> tuple[int, int] | None:
-        """If one deletion or insertion explains all differences, the position in each sequence from which on the two
-        agree up to the end of the earlier sequence; else None."""
+        """If a single deletion or insertion explains every difference, return the position where each sequence resumes
+        matching the other, through the end of the earlier sequence; else None."""
         for place in self._places.get(tuple(prompt[shared : shared + RUN]), ()):
             if self._ids[place:] == prompt[shared : shared + len(self._ids) - place]:
                 return place, shared

@@ -56,7 +56,8 @@ class ProgramReport:
     """Number of tokens that break this rule: each token must be trained exactly once, in the same context and with the
     same logprob and policy version as the sampler returned it."""
     rewritten: Mapping[int, Sequence[str]]
-    """By turn, how the program changed an answer when it sent the answer back, if the gateway still recognised it."""
+    """The answers that the program repeated in a changed form in a later request, as part of the history: the changes
+    of each answer, by turn. Includes only answers that the gateway still recognised."""
     seconds: float
     seconds_to_first_request: float | None
 

@@ -68,8 +68,8 @@ class RunIndex:
     _published: float = 0.0
 
     def refresh(self, stop: threading.Event | None = None) -> None:
-        """Read new files, and remove the rows of files that no longer exist. Publishes a snapshot of the rows read so
-        far from time to time."""
+        """Read new files, and remove the rows of files that no longer exist. While files are being read, a snapshot of
+        the rows read so far is published every `_PUBLISH_SECONDS`."""
         self._rewritten, self._read = False, 0
         self._published = time.monotonic()
         new = self._new_files()

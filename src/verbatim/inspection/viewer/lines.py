@@ -8,8 +8,8 @@ from pathlib import Path
 from verbatim.core.disk import open_regular
 
 _COMPARED = 2**16
-"""Maximum number of bytes to compare, at the end of the last line that was read. If the file was truncated and has
-grown again, these bytes differ."""
+"""`was_rewritten` compares at most this many bytes: the end of the last line that was read. The bytes differ if the
+file was truncated and has grown again."""
 
 
 class FollowedLines:

@@ -61,10 +61,10 @@ def typed(text: str, types: frozenset[str], *, python_words: bool = False) -> An
 
 
 def _of_no_text(text: str, types: frozenset[str]) -> Any:
-    """The value of a text if its parameter does not allow strings.
+    """The value that a text stands for, given that the text's parameter does not allow strings.
 
-    A value of an undeclared type is returned too, because refusing it is up to the tool. A JSON string keeps its
-    quotes, because the format itself would not write quotes.
+    A value of an undeclared type is returned too, because the tool decides whether to refuse such a value. A JSON
+    string keeps its quotes, because the format itself would not write quotes.
     """
     is_word, meant = _word(text, types)
     if is_word:

@@ -76,11 +76,11 @@ class Lost(NamedTuple):
     """What a format leaves out of a window."""
 
     text: bool
-    """True if the turn's text is lost."""
+    """True if the format leaves out the turn's text."""
     calls: tuple[int, ...]
-    """The lost calls, as indices into the shape's calls."""
+    """The calls that the format leaves out, as indices into `TurnShape.calls`."""
     messages: tuple[int, ...]
-    """The lost messages after the turn, as indices into the shape's roles."""
+    """The messages after the turn that the format leaves out, as indices into `MessageWindow.roles`."""
 
     @property
     def nothing(self) -> bool:

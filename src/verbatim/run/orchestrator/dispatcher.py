@@ -28,8 +28,8 @@ MOST_AT_ONCE = 128
 """Maximum number of groups launched in one pass of the event loop: a new policy version may allow thousands."""
 
 PATIENCE = 0.5
-"""How long a batch waits for an older group that would otherwise be lost: until this share of one more batch has
-finished."""
+"""How long a batch waits for an older group that would otherwise be lost, as a share of a batch: 0.5 waits until
+another half batch of groups has finished."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -68,8 +68,8 @@ class RowsPlan:
 
     @cached_property
     def _forest(self) -> AttentionPlan:
-        """The same rows as trees without branches, for layers with soft caps or sinks, which torch's fused kernel does
-        not support."""
+        """The plan in which each of these rows is a tree that never branches. Layers with soft caps or sinks use this
+        plan, because torch's fused kernel supports neither."""
         lengths = np.array(self._row_lengths)
         ends = np.cumsum(lengths)
         starts = np.repeat(ends - lengths, lengths)

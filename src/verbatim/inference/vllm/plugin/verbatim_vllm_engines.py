@@ -205,7 +205,8 @@ class Folder:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor, memory-mapped from its file, so that it is read only when it is copied."""
+        """Yield the pair (name, tensor) of each tensor. The tensor is memory-mapped from its file, so that it is not
+        read until it is copied."""
         for file in self._files:
             for key in file.keys():  # noqa: SIM118 - no mapping
                 yield key, file.get_tensor(key)

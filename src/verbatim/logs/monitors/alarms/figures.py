@@ -277,7 +277,7 @@ def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[
 
 
 def broken(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes with breaks, in descending order of their number."""
+    """Outcomes whose trajectories have breaks, sorted by number of breaks, largest first."""
     own = [outcome for outcome in outcomes if outcome.trajectory.error is None][:LOOKED_AT]
     counted = sorted(((own_breaks(outcome.trajectory)[1], outcome) for outcome in own), key=lambda pair: -pair[0])
     return [outcome for count, outcome in counted if count]
