@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _renderer(config: RunConfig | None) -> Renderer | None:
-    """The renderer of the run's model. None without a run, or if the model cannot be read here. If the model cannot be
+    """The renderer of the run's model; None without a run, or if the model cannot be read here. If the model cannot be
     read, a note is printed, and the environment is played without a renderer."""
     if config is None:
         return None

@@ -24,7 +24,8 @@ class AlarmsConfig(NamedComponents):
     __pydantic_extra__: dict[str, AlarmConfig] = Field(init=False)
 
     enabled: bool = True
-    """False switches off all alarms. Built-in alarms (`ALARMS`) without a table of their own use their defaults."""
+    """False switches off all alarms. A built-in alarm (`ALARMS`) that has no table in the configuration uses its
+    defaults."""
     stop: tuple[str, ...] = ()
     """Names of alarms that end the run when raised; the run writes a checkpoint and exits with status 4."""
 

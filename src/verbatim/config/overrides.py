@@ -39,7 +39,7 @@ class Override:
 
     @property
     def parts(self) -> list[str]:
-        """The keys between the dots, as typed."""
+        """The keys between the dots, exactly as the user typed them."""
         return self.flag.removeprefix("--").split(".")
 
 
@@ -146,7 +146,7 @@ def assignments(settings: Mapping[str, Any], caller: str) -> list[tuple[KeyPath,
     """The keys set in Python, as pairs of the full path and the value converted to TOML types.
 
     A dot in a top-level key leads into a table, as in TOML. Paths become strings, tuples become lists, and numpy
-    numbers become Python numbers. None is kept: it unsets a key.
+    numbers become Python numbers. A value None is kept: it unsets a key.
 
     >>> assignments({"trainer.optim.lr": 1e-4, "orchestrator": {"filters": (), "group_size": 4}}, "verbatim.run")
     [(('trainer', 'optim', 'lr'), 0.0001), (('orchestrator', 'filters'), []), (('orchestrator', 'group_size'), 4)]

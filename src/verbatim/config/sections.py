@@ -100,7 +100,7 @@ class BroadcastSettings:
     urls: tuple[str, ...]
     """URLs of servers that are already running. If empty, the run starts its own servers, next to the orchestrator."""
     address: str | None
-    """Address under which the servers reach the trainer's host. None to derive it from the route to the servers."""
+    """Address under which the servers reach the trainer's host; None to derive it from the route to the servers."""
     seconds: float
     """Timeout of each phase of an update, in seconds."""
 
@@ -144,7 +144,7 @@ class BackendSettings(Section):
 
     @property
     def broadcast(self) -> BroadcastSettings | None:
-        """How the trainer broadcasts weights to the sampler's servers. None if the servers read the published files."""
+        """How the trainer broadcasts weights to the sampler's servers; None if the servers read the published files."""
         return None
 
     def planned(self) -> Replicas:
@@ -164,7 +164,7 @@ class BackendSettings(Section):
 
         Args:
             context_length: Maximum number of tokens in prompt and completion together.
-            adapter_rank: Rank of the low-rank adapters in weight updates. None if updates carry full weights.
+            adapter_rank: Rank of the low-rank adapters in weight updates; None if updates carry full weights.
 
         Raises:
             UsageError: as for `check`.

@@ -1,9 +1,9 @@
 """Starts and ends child processes.
 
 Every child leads its own session and process group. So Ctrl-C in the terminal reaches only this process, which then
-ends its children in order. Everything that a child has started ends with the child's group. A server that forks workers
-into sessions of their own cannot be ended in this way; such a server is started by `inference.vllm.subreaper`, which
-ends the workers too.
+ends its children in order. Everything that a child has started ends with the child's group. A server whose workers run
+in separate sessions cannot be ended in this way; `inference.vllm.subreaper` starts such a server, and ends its workers
+too.
 
 ```
 run_program      for a program that runs to its end: a compiler, pip, a query of another Python
@@ -55,8 +55,8 @@ def run_program(
         command: Program and arguments.
         timeout: Timeout in seconds, or None for no timeout.
         given: Bytes for the program's standard input, or None for an empty standard input.
-        environment: The program's environment variables, or None for those of this process.
-        folder: The program's working directory, or None for that of this process.
+        environment: The program's environment variables, or None for this process's variables.
+        folder: The program's working directory, or None for this process's working directory.
 
     Raises:
         OSError: the program cannot be started.
@@ -88,7 +88,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own; `command`, `environment` and `folder` are as for `run_program`.
+    """Start a child in a new process group. `command`, `environment` and `folder` mean the same as for `run_program`.
 
     Raises:
         OSError: the child cannot be started.
@@ -161,7 +161,7 @@ async def start_async(
 
 async def gone(process: Child) -> None:
     """Close our ends of a killed child's pipes, then wait for the child's end. If the pipes stayed open, asyncio would
-    wait for every process that holds them, and a process in a session of its own may outlive the child."""
+    wait for every process that holds them, and a process that has moved to a new session may outlive the child."""
     for number in range(3):  # until Python 3.13, wait() waits for the pipes
         pipe: Any = process.transport.get_pipe_transport(number)
         if pipe is None:
@@ -212,7 +212,7 @@ def end(process: StartedChild, patience: float) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a group leader and everything that it has started, except processes in groups of their own."""
+    """Kill a group leader and everything that it has started, except processes that have moved to other groups."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -109,7 +109,7 @@ def noticed() -> Iterator[Callable[[], bool]]:
 
 
 def _is_of_asyncio(handler: object) -> bool:
-    """True if this handler is the one that `asyncio.run` installs for Ctrl-C."""
+    """True if this handler is the handler that `asyncio.run` installs for Ctrl-C."""
     function = handler.func if isinstance(handler, functools.partial) else handler
     return isinstance(getattr(function, "__self__", None), asyncio.Runner)
 
@@ -154,8 +154,8 @@ class CtrlC:
             loop.call_soon_threadsafe(main.cancel)
 
     def hear(self, number: int = signal.SIGINT, frame: object = None) -> None:
-        """Handle one signal in the main thread; the third signal raises KeyboardInterrupt at once, wherever the code
-        is."""
+        """Handle one signal in the main thread; the third signal raises KeyboardInterrupt immediately, wherever the
+        code is."""
         self._num_signals += 1
         if self._num_signals > 2:
             raise_ctrl_c()
@@ -163,9 +163,9 @@ class CtrlC:
         threading.Thread(target=self.press, name="verbatim-signals", daemon=True).start()
 
     def handled(self) -> AbstractContextManager[None]:
-        """Handle SIGINT while the block runs. Has no effect outside the main thread, or if the program has a handler of
-        its own. The handler of `asyncio.run` is replaced, because that handler would not cancel the block but only a
-        task that waits for the block."""
+        """Handle SIGINT while the block runs. Has no effect outside the main thread, or if the program has installed
+        its own handler. The handler of `asyncio.run` is replaced, because that handler would not cancel the block but
+        only a task that waits for the block."""
         handler = signal.getsignal(signal.SIGINT)
         if handler is signal.default_int_handler or _is_of_asyncio(handler):
             return _handling({signal.SIGINT: self.hear})
@@ -219,15 +219,14 @@ def two_presses(ask: Ask = lambda loop: False, farewell: Callable[[], str] = lam
 def second_press_ends(
     first: Callable[[str], None], farewell: Callable[[], str], handle_first: Callable[[str], None] = lambda which: None
 ) -> Iterator[None]:
-    """While the block runs, report the first Ctrl-C or SIGTERM, and end the process at once at the second. Does nothing
-    outside the main thread.
+    """While the block runs, report the first Ctrl-C or SIGTERM, and end the process immediately at the second. Does
+    nothing outside the main thread.
 
     Args:
-        first: Called with the signal's name at the first signal, on a thread of its own, even while the main thread is
+        first: Called with the signal's name at the first signal, on a separate thread, even while the main thread is
             blocked.
-        farewell: Returns the text to print before the process ends at once.
-        handle_first: Called with the signal's name at the first signal, in the main thread, as soon as the main thread
-            runs Python code; may raise.
+        farewell: Returns the text to print before the process ends immediately. handle_first: Called with the signal's
+            name at the first signal, in the main thread, as soon as the main thread runs Python code; may raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -286,14 +285,14 @@ def _end_at_once(farewell: str) -> None:
 
 def sigterm_is_ctrl_c() -> None:
     """Handle SIGTERM like Ctrl-C wherever no `two_presses` or `second_press_ends` block runs: child processes are ended
-    and the exit status is 130. The second SIGTERM ends the process at once. If SIGTERM is ignored, it remains
+    and the exit status is 130. The second SIGTERM ends the process immediately. If SIGTERM is ignored, it remains
     ignored."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _second_ends(raise_ctrl_c))
 
 
 def end_at_a_press(status: int) -> None:
-    """From now on Ctrl-C and SIGTERM end the process at once with this status. A signal that is ignored remains
+    """From now on Ctrl-C and SIGTERM end the process immediately, with this status. A signal that is ignored remains
     ignored."""
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:

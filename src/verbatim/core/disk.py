@@ -163,7 +163,7 @@ def make_private(path: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, *, temporary: Path | None = None, lasting: bool = True) -> Iterator[Path]:
     """Context manager for a temporary path that replaces `path` if the block succeeds; like `write_file`, for content
-    that is not written at once. With `lasting=False` nothing is synced, and a power loss may lose the file.
+    that is written in several steps. With `lasting=False` nothing is synced, and a power loss may lose the file.
 
     Raises:
         OSError: the file system refused to write; the file is unchanged.

@@ -106,7 +106,7 @@ def naming(path: Path | str) -> Iterator[None]:
 @contextlib.contextmanager
 def rust_errors_as_oserror(path: Path | str) -> Iterator[None]:
     """Convert system errors of Rust libraries (safetensors, tokenizers) to OSError in a block that writes. These
-    libraries raise exceptions of their own, whose text ends in "(os error 28)".
+    libraries raise exceptions of other classes, with a text that ends in "(os error 28)".
 
     Raises:
         OSError: a converted error. It has the error number found in the original error's text, and the file name

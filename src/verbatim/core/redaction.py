@@ -261,7 +261,7 @@ def _looks_random(value: str) -> bool:
 
 @lru_cache(4096)
 def _quoted(value: str) -> tuple[str, ...]:
-    """All forms of a string: unchanged, as quoted in Python, JSON and URLs, and in base64."""
+    """All forms in which a string may occur: unchanged; quoted by the rules of Python, JSON or URLs; and in base64."""
     data = value.encode(errors="surrogateescape")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return value, repr(value)[1:-1], escaped, quote(data, safe=""), base64.b64encode(data).decode()

@@ -60,7 +60,7 @@ class AlphabetSortTags:
     power."""
     names: str | None = None
     """Source of the names: a JSONL file with a list `names` on each line, or the id of a data set with a column `names`
-    (verifiers uses "kalomaze/alphabetic-arxiv-authors-it1"). None for made-up names."""
+    (verifiers uses "kalomaze/alphabetic-arxiv-authors-it1"); None for made-up names."""
     num_train: int = 500
     """Number of training tasks."""
     num_eval: int = 100
@@ -177,7 +177,7 @@ class TaggedSorting(Episode):
 
     def _similarity(self, text: str, number: int) -> float:
         """Return the similarity of an answer's list to the right list, from 0 to 1. If an answer has several lists, the
-        last one counts, provided that each list is better than the one before it; otherwise the similarity is 0."""
+        last list counts, provided that each list is better than the list before it; otherwise the similarity is 0."""
         found = re.findall(f"<{TAGS[min(number, 1)]}>(.*?)</{TAGS[min(number, 1)]}>", text, re.DOTALL)
         tries = [similarity(content, self._answers[number]) for content in found]
         improves = all(after > before for before, after in pairwise(tries))

@@ -24,7 +24,8 @@ class AgentScores:
     """
 
     agents: Mapping[str, float]
-    """Rewards by agent name. An agent's name is the one passed to `sample`: `agent.sample(..., agent="player_0")`."""
+    """Rewards by agent name. An agent's name is the argument `agent` of `sample`: `agent.sample(...,
+    agent="player_0")`."""
     reward: float | Mapping[str, float] | None = None
     """The episode's reward, or its named parts; None for the mean of the agents' rewards."""
 

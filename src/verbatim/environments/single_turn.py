@@ -21,7 +21,7 @@ class SingleTurn:
         reward: A function or its import path, or a list of these, whose values are summed. `def exact(completion,
             answer, **columns) -> float` is called with the sampled text and, by name, the row's fields. TRL's
             `def exact(completions, answer, **columns) -> list[float]` is called with lists of length one. Async
-            functions run on the event loop, others in a thread. None if a judge gives the reward.
+            functions run on the event loop, others in a thread. The value is None if a judge gives the reward.
         prompt: The field with the prompt, which is a string or messages. A row without it is opened by its `messages`.
         system_prompt: A system message in front of the prompt.
         eval_data: Held-out rows. By default every tenth row of `data` is held out if there are at least 20 rows.

@@ -91,5 +91,5 @@ STANDING: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.standing:Standin
 hosts. Only backends that compute in separate processes have such a function. The result has `urls`, `named`, `start()`,
 `keep_running()` and `close()`."""
 INSTALLERS: Mapping[str, str] = {"vllm": "verbatim.inference.vllm.install:install_vllm"}
-"""By backend name: a function `install(folder, build, say)`, for backends with a Python environment of their own. The
-function returns the path of that environment's interpreter."""
+"""By backend name: a function `install(folder, build, say)`, for backends that run in a separate Python environment.
+The function returns the path of that environment's interpreter."""

@@ -59,8 +59,8 @@ class ScriptedSampler:
     seconds_per_token: float = 0.0
     """Delay in seconds before each token. Even with 0, other tasks run between tokens."""
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    """Called and awaited with `seconds_per_token` before each token. A test can pass a function of its own to control
-    when tokens are sampled."""
+    """Called and awaited with `seconds_per_token` before each token. A test can pass its own function to control when
+    tokens are sampled."""
     policy_version: int = 0
     """The current policy version. Each token gets the version that is current when it is sampled."""
     trouble: Mapping[int, Fault] | Callable[[int, SampleRequest], Fault | None] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class ScriptedSampler:
     num_in_flight: int = field(default=0, init=False)
     """Number of calls in progress."""
     num_drawn: int = field(default=0, init=False)
-    """Number of sampled tokens, including those of cancelled calls."""
+    """Number of sampled tokens, including the tokens of cancelled calls."""
     _closed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     async def generate(self, request: SampleRequest, watch: Watch | None = None) -> Completion:

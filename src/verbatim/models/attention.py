@@ -27,10 +27,10 @@ class AttentionCall:
     scale: float
     """Factor by which the query-key products are multiplied to get the attention scores."""
     sliding_window: int | None = None
-    """Sliding window: the number of tokens (in a tree, of ancestors) that a query sees, including itself. None means
+    """Sliding window: the number of tokens (in a tree, of ancestors) that a query sees, including itself; None means
     that there is no window."""
     softcap: float | None = None
-    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2). None means that there is no soft cap."""
+    """Scores s become `softcap * tanh(s / softcap)` (Gemma 2); None means that there is no soft cap."""
     sinks_H: Tensor | None = None
     """Attention sinks (gpt-oss), [H]: a score per query head that enters the softmax but has no value; None if the
     model has no sinks."""

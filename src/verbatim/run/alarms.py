@@ -15,7 +15,7 @@ from verbatim.run.tables import component_tables
 
 
 def make_watch(config: RunConfig) -> AlarmWatch | None:
-    """All enabled alarms: the built-in alarms (`ALARMS`) and those added in the configuration. None if [monitor.alarms]
+    """All enabled alarms: the built-in alarms (`ALARMS`) and those added in the configuration; None if [monitor.alarms]
     is off.
 
     Raises:

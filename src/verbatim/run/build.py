@@ -265,7 +265,7 @@ def needs_first_model(config: RunConfig) -> bool:
 
 
 def named_weights(config: RunConfig) -> str | None:
-    """The name under which the trainer records the initial weights: their path or hub id. None if these weights do not
+    """The name under which the trainer records the initial weights: their path or hub id; None if these weights do not
     exist before the run is prepared, because the model is built or warm-started."""
     if config.model.name is None or config.warm_start is not None:
         return None

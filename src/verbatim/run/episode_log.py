@@ -42,7 +42,7 @@ class EpisodeLog:
     Opening the file removes the episodes that failed, so that they are played again.
 
     Args:
-        path: The file, created if missing. None to store nothing.
+        path: The file, created if missing; None to store nothing.
         models: The models being evaluated. Episodes of other models stay in the file untouched.
 
     Raises:

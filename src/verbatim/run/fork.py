@@ -333,7 +333,7 @@ def _write_checkpoints(
 
 
 def _size(mark: Any) -> int | None:
-    """Number of bytes of a log to copy. None to copy the whole log, which the resume then truncates."""
+    """Number of bytes of a log to copy; None to copy the whole log, which the resume then truncates."""
     size = mark.get("size") if isinstance(mark, Mapping) else None
     return size if type(size) is int else None
 

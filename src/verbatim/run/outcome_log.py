@@ -39,7 +39,7 @@ class OutcomeLog:
         store: The run's checkpoints.
         first_step: Number of steps done by earlier processes; files of later steps are removed. Missing or damaged
             files are reported, and the run continues without them.
-        retention: How much to keep. None to write nothing.
+        retention: How much to keep; None to write nothing.
         what: What the files contain, for messages.
     """
 

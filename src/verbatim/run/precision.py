@@ -70,7 +70,7 @@ def resolve_dtypes(
     Args:
         config: The configuration, with the keys `trainer.dtype` and `inference.torch.dtype`.
         stored: The tables of the run that is resumed or forked; their dtypes take precedence.
-        machine: The machine that will compute. None for this machine.
+        machine: The machine that will compute; None for this machine.
         model: The model's folder or hub id, if it differs from `model.name`.
         keys: The keys to resolve.
 
@@ -168,7 +168,7 @@ def read_choices(folder: Path, config: RunConfig | None = None) -> list[Precisio
 
     Args:
         folder: The run folder.
-        config: A fork's configuration: choices that it overrides are left out. None to return all choices.
+        config: A fork's configuration: choices that it overrides are left out; None to return all choices.
 
     Raises:
         FormatError: a different version of Verbatim wrote the file.

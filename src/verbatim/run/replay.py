@@ -81,7 +81,7 @@ class Replay:
     logprobs: TokenDifference
     gradients: TokenDifference
     weights: WeightDifference | None
-    """The comparison of the weights after the step. None if the run has no checkpoint of the step."""
+    """The comparison of the weights after the step; None if the run has no checkpoint of the step."""
     rounding: float
     """Differences no larger than this are treated as rounding."""
 

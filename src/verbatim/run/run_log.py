@@ -55,7 +55,7 @@ class RunLog:
         max_steps: Total number of steps.
         first_step: Number of steps done by earlier processes. Anything logged for later steps is dropped. Missing or
             damaged parts of the logs are reported, and the run continues without them.
-        trajectories: How many trajectories to keep. None to store no trajectories. Evaluated episodes are all stored,
+        trajectories: How many trajectories to keep; None to store no trajectories. Evaluated episodes are all stored,
             unless this is None.
         console: Where progress is printed.
         monitors: Monitors in addition to console, logs and learning curve.

@@ -52,7 +52,7 @@ def summary_of(
     Args:
         metrics_path: The metrics log.
         best_constant: As returned by `best_constants`.
-        run: The folder with the evaluated episodes, for the confidence interval of the gain. None for no interval.
+        run: The folder with the evaluated episodes, for the confidence interval of the gain; None for no interval.
         max_failed: The largest share of failed episodes that an evaluation may have and still be used in comparisons.
         forked_at: The step at which the run was forked; evaluations up to this step belong to the original run and do
             not count as results of the fork. -1 if the run is not a fork.

@@ -67,7 +67,7 @@ class TrainerSide:
     wants_to_stop: Callable[[], bool]
     """True once the trainer process was asked to end."""
     cores: CoreShare | None = None
-    """The cores that sampler and trainer share. None if each side has a fixed number of threads."""
+    """The cores that sampler and trainer share; None if each side has a fixed number of threads."""
 
 
 @contextlib.contextmanager

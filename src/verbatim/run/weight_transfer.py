@@ -20,7 +20,7 @@ sent."""
 
 
 def check_broadcast(config: RunConfig, *, is_trainers_host: bool) -> BroadcastSettings | None:
-    """How weights are sent. None if the sampler reads the files that the trainer publishes.
+    """How weights are sent; None if the sampler reads the files that the trainer publishes.
 
     Args:
         config: The run's configuration.

@@ -67,7 +67,7 @@ class ToolCall:
     status: ParseStatus = "ok"
     """"ok", or the kind of error."""
     raw: str = ""
-    """The text between the call's delimiters, as sampled."""
+    """The sampled text between the call's delimiters, unchanged."""
     id: str = ""
     """Identifies the call within its trajectory; the tool message refers to it."""
 

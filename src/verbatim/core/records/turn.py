@@ -25,9 +25,9 @@ MAX_POSITIVE_LOGPROB = 1e-4
 refused."""
 _FLOAT32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 _SMALLEST = int(np.float32(np.finfo(np.float32).min).view(np.int32))
-"""The bits of the smallest finite float32, read as an integer. If the bits of every float are read as integers, those
-of the other finite negative floats are smaller than this number, and those of every value that needs a closer check
-(-inf, NaN, 0, positive numbers) are larger."""
+"""The bits of the smallest finite float32, read as an integer. If the bits of a float are read as an integer, every
+other finite negative float gives a smaller integer than this number, and every value that needs a closer check (-inf,
+NaN, 0, positive numbers) gives a larger integer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Turn:
     """The policy version that sampled each completion id, int32 [C], or None if unknown."""
     routed_experts: Experts | None = None
     """The experts that processed the last N tokens, not counting the final token, which was sampled but not processed:
-    [N, D, K]. Earlier turns have the experts of earlier tokens. None if no experts were recorded."""
+    [N, D, K]. The field is None if no experts were recorded. Earlier turns have the experts of earlier tokens."""
     kept_sets: KeptSets | None = None
     """The kept sets of the C completion ids, or None if nothing was cut or if this is unknown."""
     stop_reason: StopReason = StopReason.STOP
@@ -72,7 +72,7 @@ class Turn:
     temperature: float = 1.0
     """The sampling temperature."""
     reward: float | None = None
-    """The turn's own reward, or None if it has no reward of its own."""
+    """The reward of this turn alone, or None if turns are not rewarded separately."""
     advantage: float | None = None
     """The advantage of this turn's tokens, or None to use the trajectory's advantage."""
     state_key: str | None = None

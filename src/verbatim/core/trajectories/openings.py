@@ -38,5 +38,5 @@ def spoken_before(openings: Iterable[int], turns: Sequence[Turn]) -> list[int]:
 
 
 def is_one_list(turns: Sequence[Turn]) -> bool:
-    """True if each turn extends the one before, so that the last turn's context contains all turns."""
+    """True if each turn extends the turn before it, so that the last turn's context contains all turns."""
     return all(turn.extends(before) for before, turn in pairwise(turns))

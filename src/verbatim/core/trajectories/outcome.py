@@ -37,7 +37,7 @@ class TrajectoryOutcome:
     unrecorded: str | None = None
     """The outcome of the sampled tokens that are in no turn, or None if there are no such tokens."""
     reason: str | None = None
-    """Why the whole trajectory is not trained, or None if each turn has an outcome of its own."""
+    """Why the whole trajectory is not trained, or None if the outcome was decided for each turn separately."""
     flags: tuple[str, ...] = ()
     """The filters that flagged the trajectory, including those that only count."""
     trainer_logprobs: tuple[Float32 | None, ...] = ()

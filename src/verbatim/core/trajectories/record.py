@@ -28,7 +28,7 @@ class TrajectoryRecord:
     example_id: str
     """Id of the example."""
     turns: tuple[Turn, ...] = ()
-    """All requests with their responses, including those of sub-agents, in the order of sampling."""
+    """All requests with their responses, including the turns of sub-agents, in the order of sampling."""
     messages: tuple[Message, ...] = ()
     """The conversation of the main agent (or of the first agent, if there is no main agent), for people and tools;
     never the source of ids."""
@@ -54,7 +54,7 @@ class TrajectoryRecord:
     seed: int | None = None
     """The seed for sampling the episode, or None if it has no seed."""
     advantage: float | None = None
-    """The advantage of the episode's sampled tokens, except in turns with an advantage of their own."""
+    """The advantage of the episode's sampled tokens, except in turns for which `Turn.advantage` is set."""
     stop_reason: StopReason | None = None
     """Why the episode ended."""
     truncated: bool = False

@@ -257,9 +257,10 @@ def _kept_sets(trained: Sequence[tuple[int, Turn]], length: int) -> KeptSets | N
 
 
 def _routed(trained: Sequence[tuple[int, Turn]], turns: Sequence[Turn]) -> RoutedExperts:
-    """The experts that processed the tokens of a sample, as recorded by the sample's own turns, and by other turns as
-    far as their context is also the sample's. If several turns recorded the experts of one token, the first of the
-    sample's own turns has priority, and a turn outside the sample comes last.
+    """The experts that processed the tokens of a sample. They are read from the records of the sample's own turns, and
+    from the records of other turns up to the position where the other turn's context differs from the sample's. If
+    several turns recorded the experts of one token, the first of the sample's own turns has priority, and a turn
+    outside the sample comes last.
 
     Args:
         trained: The trained turns of the sample, each with its index.

@@ -31,8 +31,8 @@ class FunctionTool:
     """A tool made from a function, a method, a `functools.partial` or an object with `__call__`.
 
     The descriptions of the tool and its arguments come from the docstring (Google, NumPy or Sphinx style) and from
-    `Annotated[..., Field(description=...)]`; the docstring takes precedence. The schema is the one that
-    `transformers.utils.get_json_schema` gives, plus defaults, constraints and nested models.
+    `Annotated[..., Field(description=...)]`; the docstring takes precedence. The schema is the result of
+    `transformers.utils.get_json_schema`, plus defaults, constraints and nested models.
 
     A coroutine function runs on the event loop. Any other function runs in a thread, so that it may block. With
     `inline=True` it is called on the event loop instead; this suits functions that take only microseconds, which is

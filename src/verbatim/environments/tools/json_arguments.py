@@ -167,7 +167,7 @@ def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> I
 
 
 def _frozen(value: Any) -> Any:
-    """Return a hashable key for a JSON value. The keys of 1 and 1.0 are equal; those of 1 and true are not."""
+    """Return a hashable key for a JSON value. The keys of 1 and 1.0 are equal; the keys of 1 and true differ."""
     if isinstance(value, Mapping):
         return "object", frozenset((name, _frozen(inner)) for name, inner in value.items())
     if isinstance(value, (list, tuple)):
@@ -176,7 +176,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _without_dialects(schema: Any) -> Any:
-    """Remove every `$schema`, because jsonschema would use validators of its own for a part that names a dialect."""
+    """Remove every `$schema`: for a part of a schema that names a dialect, jsonschema would use its own validators, not
+    ours."""
     if isinstance(schema, Mapping):
         return {
             name: _without_dialects(inner)

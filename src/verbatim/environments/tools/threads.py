@@ -21,7 +21,7 @@ MOST_KEPT = 256
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Run a function that may block, in a thread of its own, with the caller's context variables.
+    """Run a function in a separate thread, because it may block. The function sees the caller's context variables.
 
     Each call in progress has a thread to itself. So a call that hangs occupies only that thread: neither other calls
     nor the end of the process wait for it.

@@ -30,7 +30,8 @@ def find_stop(ids: Int32, stops: Sequence[str], decode: Decode) -> tuple[int, st
 
     Returns:
         (the number of ids up to and including the id that completes a stop string, the stop string), or None if the
-        text has no stop string. If that id completes several stop strings, the one that begins first is returned.
+        text has no stop string. If that id completes several stop strings, the stop string that begins first is
+        returned.
 
     Example: the ids of "ab", "c;", "d" with the stops [";", "d"] give (2, ";").
     """

@@ -39,7 +39,7 @@ _LOOK_EVERY = 1.0
 
 
 class TorchSampler:
-    """A `Sampler` that owns a copy of the model, and decodes many sequences together on a thread of its own.
+    """A `Sampler` that owns a copy of the model, and decodes many sequences together on a separate thread.
 
     It batches continuously: requests join as slots free up. A finished sequence's keys and values stay in its slot
     until the slot is needed, and are then parked outside the batch, so that the next turn computes only its new tokens.

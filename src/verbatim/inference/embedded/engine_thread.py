@@ -55,7 +55,7 @@ class EngineStats(DecoderCounts):
 
 
 class EngineThread:
-    """Runs a decoder on a thread of its own; `send` and `cancel` are thread-safe.
+    """Runs a decoder on a separate thread; `send` and `cancel` are thread-safe.
 
     Args:
         decoder: The model and its cache; used only by this thread.

@@ -52,7 +52,8 @@ class ChatRoutes:
     Args:
         sampler: The sampler that generates.
         render_pool: Renders conversations and parses completions; None if the server has no renderer.
-        decode: The renderer's `decode`; called on the sampler's thread to find stop strings. None without a renderer.
+        decode: The renderer's `decode`, called on the sampler's thread to find stop strings; None if the server has no
+            renderer.
         model: The model's name in requests.
         limits: Limits of one client.
         options: Which unenforceable fields are accepted, and the maximum number of replies per response.

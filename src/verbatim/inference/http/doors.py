@@ -57,7 +57,7 @@ class Door:
 
     name: str
     most: int
-    """Maximum number of open connections. A further connection replaces the one that has been idle longest."""
+    """Maximum number of open connections. A further connection replaces the connection that has been idle longest."""
     per_second: float
     """Maximum number of new connections, and of requests, per second. Further connections and requests wait."""
     accepts: Pace = field(init=False)

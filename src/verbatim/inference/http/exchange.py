@@ -126,7 +126,7 @@ class StopEvent(asyncio.Event):
 async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any, Any, T]) -> T:
     """Run the work for a request, and cancel it if the client disconnects or the server stops.
 
-    The work runs in the caller's task, because a task of its own would cost tens of microseconds. So this function
+    The work runs in the caller's task, because a separate task would cost tens of microseconds. So this function
     cancels the caller's task to end the work, and has to distinguish its own cancellation from one that comes from
     outside. As in `asyncio.timeout`, it compares the counts of `task.cancelling()`.
 

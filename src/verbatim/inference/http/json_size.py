@@ -13,8 +13,8 @@ from verbatim.core.errors import UsageError
 MOST_VALUES = 2**18
 """Default maximum number of values in a body. A body with 20,000 messages has about half of this number."""
 MOST_DEPTH = 900
-"""Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read the body. Fields
-have a much lower limit of their own."""
+"""Maximum nesting depth of a body. It is below Python's recursion limit, so that every parser can read the body. A
+separate, much lower limit applies to fields."""
 LARGE = 2**16
 """Bodies with more bytes than this are parsed on a thread."""
 WINDOW = 2**18

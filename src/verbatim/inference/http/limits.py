@@ -27,7 +27,7 @@ class ConnectionLimits:
 
     max_connections: int = 4096
     """Maximum number of open connections; file descriptors may limit it further. When the limit is reached, a new
-    connection replaces the one that has been idle longest, or gets a 503 if none is idle."""
+    connection replaces the connection that has been idle longest, or gets a 503 if no connection is idle."""
     head_bytes: int = 2**14
     """Maximum bytes of a request's head, including the empty line that ends it."""
     head_seconds: float = 15.0

@@ -68,7 +68,7 @@ def error_body(error: VerbatimError) -> tuple[int, dict[str, Any]]:
 
 
 def read_error(body: object) -> VerbatimError | None:
-    """Recreate the error in a response body, with the class that the server raised. None if the body is not one of our
+    """Recreate the error in a response body, with the class that the server raised; None if the body is not one of our
     errors."""
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict):

@@ -27,7 +27,7 @@ LAST_PORT = 65535
 """Largest TCP port number."""
 _BACKLOG = 2048
 """Maximum number of connections that wait to be accepted. The number is large, because all episodes of a batch may
-connect at once."""
+connect at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,10 @@ class TargetWeights:
     """The weights that every replica has to hold."""
 
     path: Path | None
-    """Folder of the weights. None means the weights that replicas are started with."""
+    """Folder of the weights; None means the weights that replicas are started with."""
     version: int
     check: WeightCheck | None
-    """Verifies that a replica holds the weights. None means that there is no check."""
+    """Verifies that a replica holds the weights; None means that there is no check."""
 
 
 class CheckLine:

@@ -12,8 +12,8 @@ from verbatim.inference.pool.replica_supervisor import ReplicaFaultCounts
 
 NOTHING = ReplicaLoad()
 MOST_NAMED = 32
-"""Maximum number of replicas with metrics of their own. If there are more, only the distribution of each metric is
-reported, because 1,000 replicas would make 10,000 metrics per step."""
+"""Maximum number of replicas whose metrics are reported one by one. If there are more replicas, only the distribution
+of each metric is reported, because 1,000 replicas would make 10,000 metrics per step."""
 
 
 class PoolMetrics:

@@ -37,7 +37,7 @@ CLOSING = 10.0
 """Timeout for closing a replica, in seconds."""
 MOST_CHECKUPS = 100.0
 """Maximum number of health checks per second, of all replicas together. If there are many replicas, each is checked
-less often. A replica that fails on a request is checked at once."""
+less often. A replica that fails on a request is checked immediately."""
 LONGEST_PAUSE = 30.0
 """Maximum seconds before the restart of a replica that was lost several times in a row."""
 

@@ -1,4 +1,5 @@
-"""Decides which replica gets a request: the one that holds the episode's prefix, unless it is overloaded or gone.
+"""Decides which replica gets a request: the replica that holds the episode's prefix, unless that replica is overloaded
+or gone.
 
 The obvious alternatives are worse: hashing sessions overloads a replica that happens to get long episodes, and
 round-robin misses the prefix caches. This module only keeps books: it uses no clock and no randomness, and sends no
@@ -68,7 +69,7 @@ class Router:
 
     Args:
         most_running: Maximum requests in flight on one replica.
-        most_sessions: Maximum number of remembered sessions. None means `MOST_SESSIONS`, or more if there are many
+        most_sessions: Maximum number of remembered sessions; None means `MOST_SESSIONS`, or more if there are many
             replicas.
 
     Example:

@@ -27,7 +27,7 @@ class ServerSettings(BackendSettings):
     """Timeout of each phase of a weight update, in seconds."""
     health_timeout: PositiveFloat = 60.0
     """Seconds for which a server may leave health checks unanswered before it counts as dead. A busy machine may be
-    slow to answer. A server that refuses connections counts as dead at once."""
+    slow to answer. A server that refuses connections counts as dead immediately."""
     stall_timeout: PositiveFloat = 600.0
     """Seconds without a new token after which a server that has requests and passes health checks counts as hung."""
 

@@ -36,7 +36,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
 _VERSIONS_IN_A_STEP, _VERSIONS_KEPT = 4, 16
 """`--max-loras` (adapters that one batch may use) and `--max-cpu-loras` (adapters kept in memory). A request finishes
-with the adapter that it started with, so several versions are in use at once."""
+with the adapter that it started with, so several versions are in use at the same time."""
 
 _OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables of our own Python environment, which would mislead the Python of vLLM's environment."""

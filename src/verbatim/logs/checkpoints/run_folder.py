@@ -247,7 +247,7 @@ class RunFolder:
 
     @staticmethod
     def stored_tables(config: RunConfig, resume: bool | Path, root: Path = RUNS) -> Mapping[str, Any] | None:
-        """The stored configuration of a run to resume, as TOML tables, or its copy in the newest checkpoint. None if
+        """The stored configuration of a run to resume, as TOML tables, or its copy in the newest checkpoint; None if
         there is no such run, so that `resume` will fail.
 
         Args:

@@ -88,8 +88,8 @@ def _missing_end(path: Path) -> str | None:
 
 
 def stored_tables(path: Path) -> Mapping[str, Any] | None:
-    """The configuration in a run folder as TOML tables. If it is damaged, its copy in the newest checkpoint. None if
-    there is neither a configuration nor a copy."""
+    """Return the configuration in a run folder as TOML tables. If the configuration is damaged, return its copy in the
+    newest checkpoint; if there is no copy either, return None."""
     file: Path | None = path / CONFIG
     if file is not None and damage_of_stored(file) is not None:
         file = newest_copy(path)

@@ -129,6 +129,6 @@ class ServiceMonitor(Monitor, Generic[Handle]):
 
 def known_id(path: Path) -> str | None:
     """Read the id of the service's record from a file in the run folder, so that a resumed run continues the same
-    record. None if there is no such file, or if it is damaged."""
+    record; None if there is no such file, or if it is damaged."""
     found = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
     return found if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", found) else None

@@ -105,7 +105,7 @@ class TensorboardMonitor(ServiceMonitor["EventFileWriter"]):
         return f"metrics missing from {self._folder} are in {self._run.folder}/metrics.jsonl"
 
     def _description(self, prefix: str, name: str) -> str | None:
-        """A metric's meaning and unit for its first value. None for later values, because TensorBoard only reads the
+        """A metric's meaning and unit for its first value; None for later values, because TensorBoard only reads the
         first."""
         metric = None if prefix + name in self._described else about(name)
         self._described.add(prefix + name)

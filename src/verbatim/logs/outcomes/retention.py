@@ -16,7 +16,7 @@ class Retention:
     steps: int | None = None
     """Number of newest steps to keep; None for all."""
     size: int | None = None
-    """Maximum total size of the files in bytes; the oldest files are removed first. None for no limit."""
+    """Maximum total size of the files in bytes, or None for no limit. The oldest files are removed first."""
 
     def keeps(self, group_id: str) -> bool:
         """True if this group is to be written."""

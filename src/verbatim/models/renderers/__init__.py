@@ -70,7 +70,7 @@ def create_renderer(
     Args:
         name: "auto", "template", or a family.
         tokenizer: The model's tokenizer.
-        tools: "hermes" renders with the chat template, and writes tools as text into the messages. None means the
+        tools: "hermes" renders with the chat template, and writes tools as text into the messages; None means the
             model's own tool format.
         thinking_retention: With "tool_cycle", earlier thoughts are dropped when a new user message follows, if the
             format drops them there. With "all", they are kept.

@@ -24,7 +24,7 @@ class BoundedCache(dict[K, V], Generic[K, V]):
 
     Args:
         most: Maximum number of entries.
-        most_bytes: Maximum total size in bytes, according to the sizes passed to `add`. None means that bytes are not
+        most_bytes: Maximum total size in bytes, according to the sizes passed to `add`; None means that bytes are not
             bounded.
     """
 

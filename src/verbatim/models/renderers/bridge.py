@@ -167,7 +167,7 @@ class ContinuingRenderer(abc.ABC):
     def bridge_to_next_turn(
         self, prev_prompt_ids: Int32, prev_completion_ids: Int32, new_messages: Sequence[Message], tools: Schemas = None
     ) -> Int32 | None:
-        """The ids of the next prompt: the previous turn's ids verbatim, the new messages and the generation prompt.
+        """The ids of the next prompt: the previous turn's ids verbatim, the new messages and the generation prompt;
         None if the sampled tokens cannot be continued.
 
         This is for callers without a `Conversation`. The prompt is looked up by its ids among this renderer's last

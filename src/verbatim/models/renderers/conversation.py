@@ -180,8 +180,8 @@ class Conversation:
         Args:
             completion_ids: The ids as sampled, including the token that ended the turn: int32 [C].
             parsed: The renderer's parse of the ids. If None, the ids are parsed now.
-            message: The message that represents the turn in later prompts. None means the parsed message.
-            calls: The attempted calls with the ids that tool answers will refer to. None means the parsed calls.
+            message: The message that represents the turn in later prompts; None means the parsed message.
+            calls: The attempted calls with the ids that tool answers will refer to; None means the parsed calls.
         """
         if parsed is None:
             parsed = self.renderer.parse_response(completion_ids, self.prompt_ids, self.tools)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from verbatim.core.types import Int32, Message, ToolCall
 
 Schemas: TypeAlias = Sequence[Mapping[str, Any]] | None
-"""Tool schemas in OpenAI's format. None means that there are no tools."""
+"""Tool schemas in OpenAI's format; None means that there are no tools."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class RendererSpec:
     name: str
     """The family, or "template"."""
     tools: Literal["hermes"] | None
-    """The format of tools. None means the model's own format."""
+    """The format of tools; None means the model's own format."""
     settings: Mapping[str, Any]
     """The remaining keyword arguments of `create_renderer`."""
     tokenizer: Any

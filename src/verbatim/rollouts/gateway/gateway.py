@@ -47,7 +47,7 @@ class Gateway:
         port: Port to listen on; 0 picks a free port.
         seed: Seed of the sampling. Each episode derives its own seed from it.
         restores_reasoning: True to treat an answer that a client sends back without its reasoning as the original
-            answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
+            answer; None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
         train_undelivered: True to train also the answers that no client received in full.
         patience: Seconds for which generation continues after a client has disconnected, since the client may return.
         options: Request fields that are accepted but have no effect.

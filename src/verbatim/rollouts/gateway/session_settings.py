@@ -17,7 +17,7 @@ class SessionSettings:
     """Which values of temperature, top_p, top_k, min_p and seed apply: "run" for the values in the run's configuration
     (values in requests are then ignored and counted), "client" for the values in the requests."""
     restores_reasoning: bool | None = None
-    """True to treat an answer that a client sends back without its reasoning as the original answer. None means True if
+    """True to treat an answer that a client sends back without its reasoning as the original answer; None means True if
     the renderer keeps earlier answers exactly as they were sampled, and so decides itself what happens to the
     reasoning."""
     train_undelivered: bool = False

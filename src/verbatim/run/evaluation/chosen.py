@@ -13,7 +13,7 @@ def chosen(examples: Sequence[Example], *, episodes: int, most: int | None) -> t
     Args:
         examples: The environment's examples.
         episodes: Maximum number of episodes in total; if it is less than `most`, each example is played once.
-        most: Maximum number of examples. None for one example per episode.
+        most: Maximum number of examples; None for one example per episode.
 
     Example: with `episodes=24, most=None`, the first 24 of 120 examples are played once each. If there are only 7
         examples, each is played 3 times, which makes 21 episodes.

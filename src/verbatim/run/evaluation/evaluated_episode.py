@@ -38,7 +38,7 @@ class EvaluatedEpisode:
     success: bool
     """True if the episode reached its goal. An episode that ended with an error counts as False."""
     reward: float | None
-    """The episode's reward. None if the episode failed or was given no reward."""
+    """The episode's reward; None if the episode failed or was given no reward."""
     error: str | None
     """The error; None if the episode completed."""
     stop_reason: str | None

@@ -50,16 +50,16 @@ class EvalSettings:
     """How much to play, and with which seed."""
 
     num_examples: int | None = None
-    """Number of examples to play per environment, from the first on. None for the value of
+    """Number of examples to play per environment, from the first on; None for the value of
     orchestrator.eval.examples."""
     episodes_per_example: int | None = None
-    """Number of episodes per example. None for as many as orchestrator.eval.episodes allows."""
+    """Number of episodes per example; None for as many as orchestrator.eval.episodes allows."""
     seed: int = 0
     """The seed of all episodes."""
     concurrency: int | None = None
-    """Maximum number of concurrent episodes. None for the value of orchestrator.max_concurrent, or 8 with an API."""
+    """Maximum number of concurrent episodes; None for the value of orchestrator.max_concurrent, or 8 with an API."""
     ks: Sequence[int] | None = None
-    """The values of k for pass@k. None for 1, 2, 4 and 8."""
+    """The values of k for pass@k; None for 1, 2, 4 and 8."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Fields added to every request to an API."""
 

@@ -93,7 +93,7 @@ def env_result(env: str, outcomes: Iterable[EvaluatedEpisode], *, ks: Sequence[i
     Args:
         env: The environment's label.
         outcomes: The episodes in any order; examples keep the order in which they appear.
-        ks: The values of k for pass@k and pass^k. None for 1, 2, 4 and 8. Values above the smallest number of episodes
+        ks: The values of k for pass@k and pass^k; None for 1, 2, 4 and 8. Values above the smallest number of episodes
             per example are left out.
     """
     listed = list(outcomes)

@@ -16,7 +16,7 @@ def read_evaluated_episodes(run: Path, steps: Collection[int] | None = None) -> 
 
     Args:
         run: The run folder.
-        steps: Only evaluations after these steps. None for all evaluations.
+        steps: Only evaluations after these steps; None for all evaluations.
 
     Raises:
         UsageError: a file does not contain evaluated episodes (the message names the file), or is a link; or pyarrow is

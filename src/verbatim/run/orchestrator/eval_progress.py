@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def measured(criterion: CriterionConfig, evaluations: Mapping[str, Evaluation]) -> float | None:
-    """The criterion's value, averaged over its environments. None if an environment has no value: it was not evaluated,
+    """The criterion's value, averaged over its environments; None if an environment has no value: it was not evaluated,
     or the metric is missing, NaN or infinite."""
     values = []
     for evaluation in _counted(criterion, evaluations):
@@ -61,7 +61,7 @@ class BestEvaluation:
 
     criterion: CriterionConfig
     step: int | None = None
-    """The step after which the evaluation was made. None if nothing has been measured yet."""
+    """The step after which the evaluation was made; None if nothing has been measured yet."""
     value: float | None = None
 
     def observe(self, step: int, value: float) -> bool:
@@ -131,9 +131,9 @@ class EvalProgress:
     """The state that a run's evaluations update: the best evaluation, and early stopping."""
 
     best: BestEvaluation | None = None
-    """The best evaluation so far. None if it is not tracked."""
+    """The best evaluation so far; None if it is not tracked."""
     early_stopping: EarlyStopping | None = None
-    """Decides when to stop early. None if the run never stops early."""
+    """Decides when to stop early; None if the run never stops early."""
     played: Mapping[str, Any] = field(default_factory=dict)
     """The settings that decide which episodes an evaluation plays, by name; plain JSON values."""
     max_failed: float = MAX_FAILED

@@ -39,7 +39,7 @@ class _Known:
     memory: int
     """Resident memory in bytes: at the start, then after the first step, then after each full collection."""
     per_episode: float | None = None
-    """Number of objects per held episode, after the first step or the last full collection. None if neither has
+    """Number of objects per held episode, after the first step or the last full collection; None if neither has
     happened yet."""
 
 

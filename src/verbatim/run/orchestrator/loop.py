@@ -70,7 +70,7 @@ class Orchestrator:
     observer: Observer
     checkpointer: Checkpointer
     probes: Probes | None = None
-    """The trainer's logprobs of the probes under the sampler's initial weights. None if these are not compared."""
+    """The trainer's logprobs of the probes under the sampler's initial weights; None if these are not compared."""
     logprob_models: Mapping[str, Teacher] = field(default_factory=dict)
     sending: SendingTrainer | None = None
     """The trainer, if it sends its weights to the sampler's servers."""

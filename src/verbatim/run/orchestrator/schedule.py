@@ -66,7 +66,7 @@ class RunSchedule:
     eval_episodes: int
     """Maximum number of episodes per evaluation and environment."""
     eval_examples: int | None
-    """Maximum number of examples per environment. None for as many as there are episodes."""
+    """Maximum number of examples per environment; None for as many as there are episodes."""
     eval_seed: int
     checkpoint_interval: int
     keeps_best: bool = False

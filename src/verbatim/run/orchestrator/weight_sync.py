@@ -33,7 +33,7 @@ class WeightSync:
 
     Args:
         sampler: The sampler to update.
-        probes: The trainer's logprobs of the probes under the initial weights. None if these are not compared.
+        probes: The trainer's logprobs of the probes under the initial weights; None if these are not compared.
         tolerance: Largest allowed mean difference of logprobs, unless the probes measured a larger rounding error.
         cuts: True to compare kept sets too: top-p, top-k or min-p truncate the distribution that is trained on.
     """
@@ -103,7 +103,7 @@ class Canary:
     requested again afterwards.
 
     Args:
-        published: The trainer's logprobs under the version to check. None to compare nothing.
+        published: The trainer's logprobs under the version to check; None to compare nothing.
         before: The trainer's logprobs under the previous version; None at the start.
         tolerance: Largest allowed mean difference of logprobs.
         cuts: True to also sample tokens from a truncated distribution, and compare their logprobs with those computed

@@ -237,7 +237,7 @@ def _pieces(costs: Sequence[float], sizes: Sequence[int], blocks: Sequence[int |
 
 def _linked(trajectories: Sequence[Iterable[str]], keep_whole: bool) -> list[int | None]:
     """The block number of each piece: pieces that share trajectories, directly or through other pieces, have the same
-    number (union-find). None for a piece that shares no trajectory, and for all pieces if trajectories need not stay
+    number (union-find); None for a piece that shares no trajectory, and for all pieces if trajectories need not stay
     whole."""
     leader = list(range(len(trajectories)))
 

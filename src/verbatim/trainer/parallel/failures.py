@@ -223,7 +223,7 @@ class Failures:
 
     def _of_another(self) -> Failure | None:
         """The failure of a rank other than this one: of a rank whose process has ended, or else of the rank that
-        recorded the first failure. None if there is no such rank."""
+        recorded the first failure; None if there is no such rank."""
         for rank, how in self._ended().items():
             return Failure(rank=rank, said=f"it {how}", kind="run")
         first = self.first()

@@ -43,7 +43,7 @@ class AddedModules(Protocol):
         """Add the modules to a model whose parameters are on the meta device."""
 
     def hide(self) -> None:
-        """Remove the modules, so that the model's parameter names and logits match those of its folder."""
+        """Remove the modules, so that the model has the same parameter names and logits as the model in its folder."""
 
 
 class Sharding:
@@ -57,7 +57,7 @@ class Sharding:
         dtype: "bfloat16" computes with bfloat16 copies of the layers' parameters, and still reduces in float32. The
             root group is gathered in float32, because the chunks accumulate its gradient on the gathered copy.
         trained: True if the model is trained; otherwise its parameters have no gradients.
-        added: Modules to add before sharding; they are hidden when `apply` returns. None to add no modules.
+        added: Modules to add before sharding, which are hidden when `apply` returns; None to add no modules.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, *, trained: bool = True, added: AddedModules | None = None) -> None:
@@ -187,11 +187,11 @@ class Sharding:
 
 
 def refuse_rows_alone(lm: CausalLM, ranks: Ranks | None) -> None:
-    """Refuse a model that computes each row in a pass of its own if there are several ranks: all ranks must make the
-    same number of passes.
+    """Refuse a model that computes each row in a separate pass if there are several ranks: all ranks must make the same
+    number of passes.
 
     Raises:
-        ModelError: the model computes each row in a pass of its own, and there are several processes.
+        ModelError: the model computes each row in a separate pass, and there are several processes.
     """
     if ranks is not None and lm.rows_alone:
         raise ModelError(

@@ -144,7 +144,7 @@ class Program:
         sampling: Which values of temperature, top_p, top_k and min_p apply: "run" for the values in the run's
             configuration, "client" for the values in the program's requests.
         restores_reasoning: True to treat an answer that the program sends back without its reasoning as the original
-            answer. None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
+            answer; None means True if the renderer keeps earlier answers exactly as they were sampled, else False.
         train_undelivered: True to train also those answers that no client received in full and that no later request
             continued. By default they are only context, counted as `untrained`.
         unenforced: Request fields that are accepted, counted and otherwise ignored.

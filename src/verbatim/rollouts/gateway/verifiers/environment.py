@@ -33,7 +33,7 @@ class VerifiersEnvironment:
 
     Args:
         taskset: Id of the taskset, which is the module that exports it.
-        tokenizer: Folder or hub id from which verifiers loads the tokenizer. None for the tokenizer of the model from
+        tokenizer: Folder or hub id from which verifiers loads the tokenizer; None for the tokenizer of the model from
             which the run samples.
         renderer: A family of the package `renderers`; None for the family of the run's renderer.
         harness: Id of the harness, unless `config` sets a different one.
