@@ -109,8 +109,8 @@ def _flush(status: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    The statuses are those of `verbatim.cli.exit_status`: 1 for a run that stopped (`RunStopped`) and for every fault of
-    the machine, even if a `UsageError` was raised from it (a file that cannot be read because the disk fails); 2 for
+    The statuses are defined in `verbatim.cli.exit_status`: 1 for a run that stopped (`RunStopped`) and for every fault
+    of the machine, even if a `UsageError` was raised from it (a file that cannot be read because the disk fails); 2 for
     any other `UsageError`. Any other exception is a bug in Verbatim and passes through with its traceback.
     """
     try:

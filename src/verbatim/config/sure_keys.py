@@ -1,7 +1,7 @@
 """Finds strings in a configuration that are certainly keys or passwords. Such strings make a configuration invalid.
 
 Redaction hides everything that may be a key. Refusing a configuration stops the user's work, so the rules here are
-stricter than those of redaction. A string is certainly a key if it occurs
+stricter than the rules of redaction. A string is certainly a key if it occurs
 - in the form that a service gives its keys: a known prefix, followed by letters and digits without a break;
 - as the password in a URL, after `Bearer` or `Basic`, or as the value of an environment variable named like a key;
 - as a login or password in a command (`curl -u user:password`) or in a setting (`basic_auth = "user:password"`);

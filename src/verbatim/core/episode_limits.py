@@ -13,9 +13,9 @@ class EpisodeLimits:
     """The limits at which an episode is cut off, and what happens after malformed calls and failing tools."""
 
     max_turns: int = 16
-    """Maximum number of turns, including those of sub-agents."""
+    """Maximum number of turns, including the turns of sub-agents."""
     max_total_completion_tokens: int | None = None
-    """Maximum number of sampled tokens in all turns, including those of sub-agents; None for no limit."""
+    """Maximum number of sampled tokens in all turns, including the turns of sub-agents; None for no limit."""
     max_context: int = 2048
     """Maximum tokens in a prompt and its completion together; a chat server applies its own limit instead."""
     timeout: float = 600.0

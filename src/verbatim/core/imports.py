@@ -220,7 +220,7 @@ def told(error: BaseException) -> str:
     """What a user's code raised, and where: `SyntaxError: invalid syntax (/tasks/mine.py:3: def f(:)`.
 
     Frames of Python's own import machinery are skipped, because they do not help to find the mistake. If the code
-    failed to import a name of another framework, what to import instead is added.
+    failed to import another framework's name, the text also says what to import instead.
     """
     if isinstance(error, SyntaxError) and error.filename:
         line = f": {error.text.strip()}" if error.text else ""

@@ -63,7 +63,7 @@ def is_temperature(value: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters. Logprobs are always those of the distribution that these parameters define."""
+    """Sampling parameters. Logprobs always refer to the distribution that these parameters define."""
 
     temperature: float = 1.0
     """Divisor of the logits, from 1e-6 to 1e6; 0 takes the most likely token (for evaluation only: training refuses

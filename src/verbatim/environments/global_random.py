@@ -17,7 +17,7 @@ process."""
 class OwnRandom:
     """A private state of Python's and NumPy's global random generators, for example for one episode.
 
-    Two episodes with equal seeds draw the same numbers, no matter how their turns interleave with those of other
+    Two episodes with equal seeds draw the same numbers, no matter how their turns interleave with the turns of other
     episodes. During a block, code on other threads draws from the private state too, so blocks must be short.
 
     Example: with `own = OwnRandom(0)`, each `with own.lent(): random.random()` draws the next number of one private

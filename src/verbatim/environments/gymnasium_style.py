@@ -29,7 +29,7 @@ class GymnasiumStyle:
         environment: A class, a function that creates an environment, or the import path of either.
         system_prompt: Instructions to the model, sent as a system message.
         num_train: Number of training examples. Their seeds are 0, 1, 2, ...
-        num_eval: Number of evaluation examples. Their seeds follow those of the training examples.
+        num_eval: Number of evaluation examples. Their seeds follow the seeds of the training examples.
         args: Keyword arguments of the class or function.
 
     Raises:

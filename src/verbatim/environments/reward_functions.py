@@ -168,7 +168,7 @@ class Rewards:
             trajectory: The rollout.
             example: The rollout's row.
             prompt: The row's prompt, as a string or as messages.
-            num_opening: Number of opening messages. They were not sampled, even those of the assistant.
+            num_opening: Number of opening messages. These messages were not sampled, not even an assistant's message.
             environment: The user's object if a `ToolClass` started the episode, else None.
 
         Raises:

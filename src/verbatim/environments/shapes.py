@@ -80,7 +80,7 @@ def shared_out(given: object, adapter: Adapter, args: Mapping[str, Any]) -> tupl
 
 
 def check_arguments(make: Callable[..., Any], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check and convert the arguments of an environment's class or function, and those of its adapter.
+    """Check and convert the arguments of an environment's class or function, and the arguments of its adapter.
 
     Returns:
         The arguments, converted as by `check_parameters`; and a message for each invalid argument, keyed by its name.

@@ -127,7 +127,7 @@ def _distances(found: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 class Precision(NoFloat32):
-    """Computes a model in a different dtype from that of its weights. The weights are not changed.
+    """Computes a model in a dtype that differs from the dtype of its weights. The weights are not changed.
 
     Args:
         dtype: float64, or float32 for weights in bfloat16.

@@ -2,7 +2,7 @@
 
 Models are loaded with `attn_implementation="verbatim"` and called with `attention_plan=plan`. `transformers` then
 builds no mask, and each attention layer calls `plan.attend`. There are plans for packed rows, for prefix trees and for
-the sampler's KV cache; the model code itself is that of `transformers`, unchanged.
+the sampler's KV cache; the model code itself is the code in `transformers`, unchanged.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def explicit_attention(
     query_BHQD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, sees_QT: Tensor, call: AttentionCall
 ) -> Tensor:
     """The output of attention with soft cap and sinks: [B, H, Q, E], in the dtype of the values. All scores are in
-    memory at once.
+    memory at the same time.
 
     The softmax is computed in at least float32: `exp(s_t) / (exp(sink) + sum of exp(s_u) over the visible keys u)`.
 

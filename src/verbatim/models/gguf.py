@@ -23,7 +23,7 @@ def folder_of_gguf(file: Path, folder: Path, *, dtype: str = "float32", splits_d
         file: The GGUF file.
         folder: An existing, empty folder.
         dtype: "float32" or "bfloat16".
-        splits_digits: Make every digit a token of its own before BPE merges. The file's key `tokenizer.ggml.pre =
+        splits_digits: Make every digit a separate token before BPE merges. The file's key `tokenizer.ggml.pre =
             "smollm"` means this, but `transformers` ignores the key.
 
     Raises:

@@ -61,7 +61,7 @@ class CausalLM:
         elif getattr(self.config, "logit_scale", None):  # Cohere multiplies
             self.scale = self.config.logit_scale
         self.rows_alone = self.config._attn_implementation != ATTENTION
-        """True if each row needs a forward pass of its own, because the model does not follow attention plans."""
+        """True if each row needs a separate forward pass, because the model does not follow attention plans."""
         self.longest_checked = 0
         """The longest sequence, in tokens, that `refuse_moving_positions` has accepted so far."""
         with refusing(f"{type(model).__name__} cannot be taken apart into its layers and its output head"):

@@ -2,7 +2,7 @@
 
 A model's own mask may do what no plan reproduces, such as a window that its layers do not pass to the attention
 function, or a selection of keys by content. Under a plan such a model runs without an error, but computes something
-else. So logprobs and gradients under a plan are compared with those of the model's own attention.
+else. So logprobs and gradients under a plan are compared with the logprobs and gradients of the model's own attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CAUSAL = 2e-2
 rounding."""
 SMALL = 1e-2
 """Floor for the norm that a gradient difference is divided by, as a share of the largest gradient norm. Some gradients,
-like that of the key bias, are 0 except for rounding, so that their relative difference would be noise."""
+like the gradient of the key bias, are 0 except for rounding, so that their relative difference would be noise."""
 
 _MASKS = (
     "use_sliding_window",

@@ -38,7 +38,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @cache
 def chat_template() -> str:
-    """ChatML as a Jinja template. Its output equals that of the `qwen3` renderer."""
+    """ChatML as a Jinja template. Its output equals the output of the `qwen3` renderer."""
     return files("verbatim.models").joinpath("chatml.jinja").read_text(encoding="utf-8")
 
 

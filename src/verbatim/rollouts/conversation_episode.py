@@ -65,7 +65,7 @@ class ConversationEpisode(Episode):
 
 
 def offered_tools(openings: Sequence[Opening], given: Managers) -> list[ToolManager]:
-    """Return the tools that each conversation offers. If the conversation has schemas of its own, these are offered,
+    """Return the tools that each conversation offers. If a conversation has its own schemas, those schemas are offered,
     and the manager's tools of the same names execute the calls. Otherwise the manager's tools are offered.
 
     A schema for which the manager has no tool is offered too, because it belongs to the conversation. Calls to it are

@@ -275,8 +275,8 @@ class EpisodeLoop(abc.ABC):
     def why_nothing_sampled(self, ended: StopReason) -> str | None:
         """Explain why the policy sampled no token in this episode; return None if it did sample.
 
-        Turns with `trained=False` (those of an opponent or a user) are not the policy's turns. Turns that are sampled
-        greedily are the policy's turns, although the gateway never trains them.
+        Turns with `trained=False` (the turns of an opponent or a user) are not the policy's turns. Turns that are
+        sampled greedily are the policy's turns, although the gateway never trains them.
         """
         turns = [turn for turn in self.recorder.turns if len(turn.completion_ids)]
         if self.num_unrecorded_turns or self.recorder.num_unrecorded_tokens:

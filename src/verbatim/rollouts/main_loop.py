@@ -26,7 +26,7 @@ get the same number of seconds."""
 
 SIGNALS_SEEN_WITHIN = 0.1
 """Seconds between checks for Ctrl-C. A wait without a timeout might not notice it, because the operating system may
-deliver the signal to a different thread from the one that waits."""
+deliver the signal to a thread that is not waiting."""
 
 T = TypeVar("T")
 

@@ -103,7 +103,7 @@ async def measure_openings(
         renderer: The model's renderer; None to estimate the number of tokens from the characters.
         seconds: Time limit for all examples together, in seconds.
         until_one_fits: True to stop at the first prompt that leaves room. The examples are then started one by one.
-        clock: Monotonic clock in seconds. Tests pass a clock of their own.
+        clock: Monotonic clock in seconds. Tests pass a simulated clock.
 
     Raises:
         ModelError: the model's chat format cannot show the tools of an episode.

@@ -16,7 +16,7 @@ from verbatim.core.types import Turn
 class Recorder:
     """The turns of one trajectory, in the order of sampling.
 
-    Every turn is passed to `record` with its full prompt. The recorder compares ids with those of earlier turns, and
+    Every turn is passed to `record` with its full prompt. The recorder compares ids with the ids of earlier turns, and
     stores only the ids that no earlier turn has. Errors name the trajectory, the turn and the position.
 
     Args:
@@ -162,8 +162,8 @@ class Recorder:
         return error
 
     def refusal(self) -> RecordError:
-        """Return the error for a caller that comes after the end of the episode through no fault of its own. The error
-        is not stored as `late`."""
+        """Return the error for a call that comes after the end of the episode although the caller made no mistake. The
+        error is not stored as `late`."""
         return RecordError(f"{self._where(len(self.turns))}: sampled or recorded after the episode had ended")
 
     def _where(self, index: int) -> str:

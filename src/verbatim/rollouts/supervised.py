@@ -1,4 +1,4 @@
-"""Runs user code on a task of its own. An exception in user code fails only its episode. User code that is still
+"""Runs user code in a separate asyncio task. An exception in user code fails only its episode. User code that is still
 running after its deadline is abandoned."""
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class UserCalls:
         """True once the supervisor has cancelled the task. A CancelledError in the task then does not come from user
         code."""
         self.may_not_be_cancelled = False
-        """True while the task cleans up under a deadline of its own. The supervisor then waits, and does not cancel
-        it."""
+        """True while the task cleans up under its own deadline. The supervisor then waits, and does not cancel it."""
         self.deadline: asyncio.Timeout | None = None
         """The timeout of the current call, which cancels the task; None if the call has no timeout."""
         self.now = "start"
@@ -117,7 +116,7 @@ class UserCallGuard:
 
 
 async def supervise(work: Coroutine[Any, Any, T], calls: UserCalls) -> T:
-    """Run a coroutine on a task of its own, and return its result.
+    """Run a coroutine in a separate task, and return its result.
 
     If the caller is cancelled, the task is cancelled too. It then has `GRACE` seconds to end, or the time that it has
     set itself with `calls.within`.

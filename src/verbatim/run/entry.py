@@ -59,7 +59,8 @@ def run(
         environments: Additional environments by id: classes, functions or instances.
         monitors: Objects with some of the methods of `verbatim.logs.monitors.Monitor`.
         quiet: True to print no progress. Warnings are still logged.
-        settings: Tables and keys that override those of `config`: `max_steps=20, trainer={"optim": {"lr": 1e-4}}`.
+        settings: Tables and keys that override the tables and keys of `config`: `max_steps=20, trainer={"optim": {"lr":
+            1e-4}}`.
 
     Raises:
         ConfigError: the configuration has a mistake; the message is the same as on the command line.

@@ -32,7 +32,7 @@ class EvaluationLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected episodes, including those of an evaluation that was interrupted."""
+        """Write the collected episodes, including the episodes of an evaluation that was interrupted."""
         if any(self._played.values()):
             self._files.write(
                 self._step, [TrajectoryOutcome.of_evaluated(t) for played in self._played.values() for t in played]

@@ -114,8 +114,8 @@ def load_frozen(
         compiled: True to compile the model's layers.
 
     Raises:
-        ModelError: the model cannot be loaded, its vocabulary size differs from that of `beside`, or its context is too
-            short for the samples.
+        ModelError: the model cannot be loaded, its vocabulary size differs from the vocabulary size of `beside`, or its
+            context is too short for the samples.
     """
     sharding = None if ranks is None else Sharding(ranks, compute, trained=False)
     model: Any = load_model(

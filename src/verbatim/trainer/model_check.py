@@ -43,8 +43,8 @@ def packing_for(model: CausalLM, packing: str) -> str:
         packing: "rows", "tree", "auto", or the import path of a custom packer, which is checked in the same way.
 
     Raises:
-        ModelError: in rows or in the configured packing, the tiny copy's logprobs or gradient differ from those of
-            `transformers`; or weights saved from the tiny copy cannot be loaded again.
+        ModelError: in rows or in the configured packing, the tiny copy's logprobs or gradient differ from the results
+            of `transformers`; or weights saved from the tiny copy cannot be loaded again.
     """
     if model.rows_alone:  # `transformers` itself computes each row in a forward pass, so there is nothing to compare
         _refuse_without_gradient(model)

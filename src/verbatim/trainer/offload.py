@@ -1,7 +1,7 @@
 """Keeps activations in host memory from the forward pass to the backward pass.
 
 On CUDA the copies run on a separate stream: out while the next layer computes, and back one layer ahead of the backward
-pass. So the device holds the inputs of two layers instead of those of all layers.
+pass. So the device holds the inputs of two layers instead of the inputs of all layers.
 """
 
 from __future__ import annotations

@@ -66,6 +66,6 @@ def _checkpoint(
     offload: ActivationOffload | None, again: Mapping[str, Any], function: Callable[..., Any], *inputs: Any
 ) -> Any:
     """Checkpoint a call, and offload the call's inputs. Only the inputs reach the offload's hooks: inside the call,
-    `checkpoint` installs hooks of its own, which save nothing."""
+    `checkpoint` installs its own hooks, which save nothing."""
     with nullcontext() if offload is None else offload.hooks():
         return checkpoint(function, *inputs, use_reentrant=False, **again)

@@ -76,7 +76,8 @@ class Schedule:
             self._warn_of_a_jump(before)
 
     def _warn_of_a_jump(self, before: TrainerProgress) -> None:
-        """Log a warning if the next learning rate is not the one that the saved schedule would have used."""
+        """Log a warning if the next learning rate differs from the learning rate that the saved schedule would have
+        used."""
         now, then = learning_rate(self._config, self.num_done, self.total), before.next_lr
         if not math.isclose(now, then, rel_tol=1e-9):
             last = f"; the last one was taken at {before.last_lr:.3g}" if before.last_lr is not None else ""

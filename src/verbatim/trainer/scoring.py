@@ -18,7 +18,7 @@ from verbatim.trainer.parallel.ranks import Ranks
 
 
 def numbered(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples, each as a trajectory of its own whose id is the sample's index; `by_sample` finds the sample by this
+    """The samples, each as a separate trajectory whose id is the sample's index; `by_sample` finds the sample by this
     id."""
     return [dataclasses.replace(sample, trajectory_id=str(number)) for number, sample in enumerate(samples)]
 

@@ -89,8 +89,8 @@ def assign_advantages(
 
     A rollout whose reward or advantage is missing, NaN, infinite or beyond float32 fails alone: it gets an error and
     never reaches the trainer. A bad reward does not count in any baseline. A length penalty changes only the rewards
-    that the function sees, not those of the trajectories. A length penalty counts only trained tokens, which are found
-    with `max_length` and `needs_logprobs`, as in `trajectories.build`.
+    that the function sees, not the rewards stored in the trajectories. A length penalty counts only trained tokens,
+    which are found with `max_length` and `needs_logprobs`, as in `trajectories.build`.
 
     Raises:
         ComponentError: the function raised, or did not return, for each rollout, a number or a list with one number per

@@ -1,4 +1,4 @@
-"""The advantages that compare a rollout's reward with those of its group: `default`, `rloo` and `normalized`."""
+"""The advantages that compare a rollout's reward with the rewards of its group: `default`, `rloo` and `normalized`."""
 
 from __future__ import annotations
 

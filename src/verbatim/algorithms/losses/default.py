@@ -47,8 +47,8 @@ def default_loss(
         kl_ref: Estimator of the reference KL term.
 
     Returns:
-        The loss, and as metrics those of `ratio_metrics`, the shares `dppo_dropped_{low,high}`, and `teacher_kl` if
-        there is a teacher.
+        The loss, and these metrics: the metrics of `ratio_metrics`, the shares `dppo_dropped_{low,high}`, and
+        `teacher_kl` if there is a teacher.
 
     Raises:
         ComponentError: a parameter is outside its range, or `teacher_tau` or `kl_ref_tau` is set without the needed

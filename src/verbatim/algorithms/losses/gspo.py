@@ -40,8 +40,9 @@ def gspo_loss(
 
     Returns:
         The loss, and the metrics `sequence_ratio_{mean,min,max}`, `clipped_{low,high}` (shares of the trajectory's
-        tokens) and `masked_by_loss`: the number of clipped tokens if all other tokens have advantage 0, otherwise 0,
-        because any other token moves the ratio that all tokens share.
+        tokens) and `masked_by_loss`: the number of clipped tokens if every token that is not clipped has advantage 0;
+        otherwise 0, because a token that is not clipped and has another advantage moves the ratio that all tokens
+        share.
 
     Raises:
         ComponentError: a parameter is outside its range, or `kl_ref_tau` is set without a reference.

@@ -23,8 +23,8 @@ def opd_loss(
     loss = sum_t  -sg(t - l) min(w, delta)  +  kl_tau (l - m)^2
     ```
 
-    On samples of the current policy, the expected gradient is that of the reverse KL `E[l - t]` per token. Advantages
-    are not used. `min(w, delta)` has no gradient where it is clamped.
+    On samples of the current policy, the expected gradient equals the gradient of the reverse KL `E[l - t]` per token.
+    Advantages are not used. `min(w, delta)` has no gradient where it is clamped.
 
     Example: `t = log 0.5`, `l = m = log 0.25`: `w = 1`, and both the loss and its gradient are `-log 2`.
 

@@ -67,7 +67,7 @@ def held_kb(pid: int, proc: Path = Path("/proc"), *, at_most: int | None = None)
 
 @dataclass(frozen=True, eq=False)
 class WatchedProcess:
-    """A process whose memory is watched together with that of its descendants."""
+    """A process whose memory is watched together with the memory of its descendants."""
 
     pid: int
     """The process's id."""

@@ -48,8 +48,8 @@ class OpenAI:
     """Maximum number of further attempts after the first fails."""
     processed_logprobs: bool = False
     """True if the server returns logprobs of the distribution that it samples from (vLLM started with `--logprobs-mode
-    processed_logprobs`). Otherwise the logprobs are assumed to be those of the model's own distribution, and are
-    recorded only for requests that sample from that distribution (temperature 1, no truncation)."""
+    processed_logprobs`). Otherwise the logprobs are assumed to refer to the model's own distribution, and are recorded
+    only for requests that sample from that distribution (temperature 1, no truncation)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():

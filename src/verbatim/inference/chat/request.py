@@ -68,8 +68,8 @@ def chat_body(
 
 
 def samples_as_modelled(body: Mapping[str, Any]) -> bool:
-    """True if a request samples from the model's own distribution. In that case the logprobs are those of the sampling
-    distribution, whichever of the two distributions the server uses for logprobs."""
+    """True if a request samples from the model's own distribution. A server's logprobs refer either to the model's own
+    distribution or to the sampling distribution; for such a request, the two are the same."""
     return all(body.get(name) in unchanged for name, unchanged in _UNCHANGED.items())
 
 

@@ -104,7 +104,8 @@ class FastBackbone:
     def _behind(
         self, index: int, h: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, rows_N: Tensor | None
     ) -> Tensor:
-        """The hidden states after a layer, with padding; after the last layer, only those of the rows `rows_N`."""
+        """The hidden states after a layer, with padding; after the last layer, only the hidden states of the rows
+        `rows_N`."""
         layer = self.layers[index]
         attended = self._attended(h, index, layer, cos, sin, plan)
         if rows_N is not None:
@@ -155,7 +156,7 @@ def known_backbone(
 
 
 def disagreement(fast: FastBackbone, model: CausalLM, context_length: int) -> str:
-    """How the results differ from those of the model in float32; "" if they differ only by rounding."""
+    """How the results differ from the model's results in float32; "" if they differ only by rounding."""
     length, plan = min(agreement.TOKENS, context_length), WholeSequencePlan()
     positions = torch.arange(length, device=model.device)
     return agreement.disagreement(

@@ -242,8 +242,8 @@ def attend_at_once(
 
     Args:
         query_BQHD: Scaled queries; H is a multiple of K, and query heads of one key/value head are adjacent.
-        keys_BKDC: Keys, without those of `prefix`.
-        values_BKCD: Values, without those of `prefix`.
+        keys_BKDC: Keys, without the keys of `prefix`.
+        values_BKCD: Values, without the values of `prefix`.
         bias: 0 or -inf, float32, broadcast to [B, K, G, Q, P + C]; every query attends to at least one key.
         call: The layer's parameters. Its soft cap and sinks are applied here; its scale is already in the queries, its
             window in the bias.

@@ -21,7 +21,7 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_other_decoding(model: CausalLM, settings: TorchSettings) -> None:
-    """Sample from a tiny copy of the model with the same settings, and compare the logprobs with those of a
+    """Sample from a tiny copy of the model with the same settings, and compare the logprobs with the logprobs of a
     `transformers` forward pass over the sampled tokens.
 
     Raises:

@@ -69,8 +69,8 @@ class Rebuild:
 
     def begin(self) -> None:
         """Choose leaders for the slots whose caches are empty. If caches survive new weights, leader and follower must
-        have begun with the same weights. Otherwise keys and values of older weights would count as those of newer
-        weights."""
+        have begun with the same weights. Otherwise keys and values of older weights would count as keys and values of
+        newer weights."""
         table = self._table
         active = np.flatnonzero(table.active)
         self._leaders = {

@@ -139,7 +139,8 @@ class ClientConnection(H11Protocol):
         self._go_on(len(data), len(self.cycle.body) - num_before if self.cycle is before and self._busy else None)
 
     def _go_on(self, size: int, payload: int | None) -> None:
-        """Set how much is read next, and the deadline of a head. The arguments are those of `_take_chunks`."""
+        """Set how much is read next, and the deadline of a head. The arguments have the same meaning as for
+        `_take_chunks`."""
         if self._refused:
             return
         if self._busy:

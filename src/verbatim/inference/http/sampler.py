@@ -1,4 +1,4 @@
-"""A sampler over HTTP. Ids, logprobs and policy versions are those of the engine, bit for bit.
+"""A sampler over HTTP. Ids, logprobs and policy versions are what the engine returned, bit for bit.
 
 Failed requests are retried (`http.client`). This is safe, because nothing of a failed attempt is kept. On our own
 servers randomness is a function of seed and position, so a retry returns the same tokens.
@@ -108,7 +108,7 @@ class HttpSampler:
 
     @classmethod
     async def connect(cls, url: str, **settings: Any) -> HttpSampler:
-        """Create a sampler and query its server without blocking the event loop. `settings` are those of the class.
+        """Create a sampler and query its server without blocking the event loop. `settings` are arguments of the class.
 
         Raises:
             UsageError: the server does not report a required fact; the message names it.

@@ -106,7 +106,7 @@ class PublishedFolder:
             raise ModelError(f"{path}: the weights cannot be read: {error}") from error
 
     def refuse_other_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a folder whose tensor names or shapes differ from those of the previous weights.
+        """Refuse a folder whose tensors differ in name or shape from the tensors of the previous weights.
 
         Raises:
             ModelError: names or shapes differ; the message names the tensors.

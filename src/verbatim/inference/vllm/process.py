@@ -220,7 +220,7 @@ def make_process(
 ) -> ServerProcess:
     """The process of one replica. It is not started yet.
 
-    The arguments are those of `server_command` and `server_environment`, plus `logs`, the folder for the process's log.
+    Takes the arguments of `server_command` and of `server_environment`, and `logs`, the folder for the process's log.
     """
     command = server_command(
         settings,

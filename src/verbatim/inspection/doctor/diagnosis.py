@@ -51,12 +51,12 @@ class Diagnosis:
     template_line: TemplateLine | None
     """The line of the chat template that causes the break; None if unknown."""
     repeated: int
-    """Number of history tokens that are computed again because of the break, if each sample is a row of its own."""
+    """Number of history tokens that are computed again because of the break, if each sample is a separate row."""
     repeated_in_tree: int
     """Number of the `repeated` tokens that are computed again even in a prefix tree: the tokens after the first
     difference."""
     share: float
-    """`repeated` as a share of the trajectory's tokens, if each sample is a row of its own."""
+    """`repeated` as a share of the trajectory's tokens, if each sample is a separate row."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Summary:
     samples: int = 0
     """Number of training samples that the `interleaved` strategy builds from the trajectories."""
     row_tokens: int = 0
-    """Number of tokens to compute if each sample is a row of its own."""
+    """Number of tokens to compute if each sample is a separate row."""
     tree_tokens: int = 0
     """Number of tokens to compute in a prefix tree, where each shared prefix is computed once."""
     classes: dict[BreakClass, Sums] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Summary:
 
     @property
     def repeated(self) -> int:
-        """Number of tokens that are computed again because of breaks, if each sample is a row of its own."""
+        """Number of tokens that are computed again because of breaks, if each sample is a separate row."""
         return sum(sums.repeated for sums in self.classes.values())
 
     def share(self, tokens: int) -> float:

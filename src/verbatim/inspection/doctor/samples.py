@@ -35,7 +35,7 @@ class Samples:
     """For each sample, the indices of its turns in order. Turns without sampled tokens are left out."""
     openings: tuple[SampleOpening, ...]
     row_tokens: int
-    """Number of tokens to compute if each sample is a row of its own."""
+    """Number of tokens to compute if each sample is a separate row."""
     tree_tokens: int
     """Number of tokens to compute in a prefix tree, where each shared prefix is computed once."""
 

@@ -42,8 +42,8 @@ class Stuck(Exception):
 
 
 class LoopWatch:
-    """Runs a coroutine on a thread of its own. `blocked` maps each place in the code, such as `my_env.py:31 in look`,
-    to the number of seconds for which it blocked the event loop.
+    """Runs a coroutine on a separate thread. `blocked` maps each place in the code, such as `my_env.py:31 in look`, to
+    the number of seconds for which it blocked the event loop.
 
     Args:
         give_up_after: The event loop is abandoned if it makes no pass for this number of seconds.

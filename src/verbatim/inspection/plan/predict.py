@@ -89,8 +89,8 @@ class Plan:
 
     @property
     def sampler_fits(self) -> bool:
-        """True if each device of the sampler has enough memory for weights and cache. Always True for a sampler without
-        devices of its own."""
+        """True if each device of the sampler has enough memory for weights and cache. Always True for a sampler that
+        has no separate devices."""
         if self.case.placement.where in ("beside the trainer", "elsewhere"):
             return True
         room = self.case.device.memory * self.case.placement.replicas.memory_share

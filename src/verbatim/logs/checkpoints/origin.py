@@ -36,7 +36,7 @@ class Origin:
     changes: tuple[str, ...] = ()
     """The changed keys of the configuration, as "key: before -> after", without secrets."""
     forked_from: Origin | None = None
-    """The origin of the original run, if that is a fork too."""
+    """The origin of the original run, if the original run is also a fork."""
 
     def in_short(self) -> dict[str, Any]:
         """The original run, its step and the changed keys, as plain JSON values."""

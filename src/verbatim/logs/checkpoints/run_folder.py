@@ -342,7 +342,7 @@ class RunFolder:
             temporary.unlink(missing_ok=True)  # the stored file is another hard link to it
 
     def agree(self, config: RunConfig, other: str) -> None:
-        """Refuse a configuration that differs from the one that the run's other process has stored.
+        """Refuse a configuration that differs from the configuration that the run's other process has stored.
 
         Raises:
             UsageError: the configurations differ; the message lists the keys.

@@ -182,8 +182,8 @@ class CheckpointStore:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints that are newer than the one that the run resumes from, because they are damaged and the
-        run would otherwise replace them."""
+        """Rename checkpoints that are newer than the checkpoint that the run resumes from, because the newer
+        checkpoints are damaged and the run would otherwise replace them."""
         for newer in self.steps():
             if newer > step:
                 aside = keep_aside(self.folder / f"step_{newer:06d}")

@@ -67,10 +67,10 @@ class Detector(Protocol):
     def on_step(
         self, step: int, metrics: Mapping[str, float], outcomes: Sequence[TrajectoryOutcome]
     ) -> Iterable[Alarm]:
-        """The alarms of a step. The arguments are those of `Monitor.on_step` and `Monitor.on_trajectories`."""
+        """The alarms of a step. Takes the arguments of `Monitor.on_step` and of `Monitor.on_trajectories`."""
 
     def on_eval(self, step: int, env: str, metrics: Mapping[str, float]) -> Iterable[Alarm]:
-        """The alarms of an evaluation. The arguments are those of `Monitor.on_eval`."""
+        """The alarms of an evaluation. Takes the same arguments as `Monitor.on_eval`."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the detector, as plain JSON values. It is stored in each checkpoint."""

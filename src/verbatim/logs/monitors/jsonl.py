@@ -103,7 +103,7 @@ class JsonlWriter:
 
 
 class JsonlLog:
-    """A log in one file of JSON lines. The arguments are those of `JsonlWriter`."""
+    """A log in one file of JSON lines. Takes the same arguments as `JsonlWriter`."""
 
     def __init__(self, path: Path, mark: LogMark | None = None) -> None:
         self.writer = JsonlWriter(path, mark)

@@ -55,7 +55,7 @@ class Panel:
     evals: Mapping[str, Points]
     """Points of evaluations, by environment."""
     train_name: str = ""
-    """The metric's name in training; empty if that is `name` too."""
+    """The metric's name in training; empty if the name in training is also `name`."""
 
 
 def read_curve(metrics_path: Path) -> Curve:

@@ -123,7 +123,8 @@ class LiveView:
         count: Callable[[], int] | None = None,
         side_by_side: bool = False,
     ) -> ProgressStage:
-        """Open a stage, whose bar is drawn until `close`. The arguments are those of `ProgressStage`."""
+        """Open a stage, whose bar is drawn until `close`. The arguments have the same meaning as for
+        `ProgressStage`."""
         stage = ProgressStage(what, total, done=done, count=count, side_by_side=side_by_side, now=self._now)
         self._stages.append(stage)
         if self._is_drawn and self._live is None:

@@ -1,4 +1,4 @@
-"""Renderers turn messages into ids and ids into messages; `create_renderer` finds the one that fits a model."""
+"""Renderers turn messages into ids and ids into messages; `create_renderer` finds the renderer that fits a model."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class BoundedCache(dict[K, V], Generic[K, V]):
     def of(self, key: K, make: Callable[[K], V], num_bytes: int = 0) -> V:
         """The value of a key. If the key is missing, `make` computes the value, which is added with `num_bytes`.
 
-        Two threads may compute the same value at once, because `make` runs outside the lock in order not to block other
-        threads.
+        Two threads may compute the same value at the same time, because `make` runs outside the lock in order not to
+        block other threads.
         """
         found: Any = self.get(key, _UNKNOWN)
         if found is _UNKNOWN:

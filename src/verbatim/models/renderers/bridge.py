@@ -96,8 +96,8 @@ class ContinuingRenderer(abc.ABC):
         """The ids of a whole conversation: int32 [L]. The array is read-only if conversations share it.
 
         Raises:
-            EnvironmentFault: the messages are invalid, the format refuses them (two user turns in a row, two calls at
-                once) or would leave out a field, or a tool could not be called. The text names the fault.
+            EnvironmentFault: the messages are invalid, the format refuses them (two user turns in a row, two calls in
+                one turn) or would leave out a field, or a tool could not be called. The text names the fault.
             TemplateFault: the rendering exceeds its budget.
             ModelError: the format would leave out the tools, a call, or a tool's answer.
         """

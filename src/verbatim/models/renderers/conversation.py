@@ -206,9 +206,9 @@ class Conversation:
     def continued(self, new_messages: Sequence[Message], tools: Schemas = None) -> Self:
         """The conversation with the next prompt.
 
-        Its ids are those of this prompt and its turn, unchanged, followed by what the format writes after them. If that
-        is not possible, the next prompt is rendered from its messages, and `broken` of the new conversation has the
-        reason.
+        Its ids are the ids of this prompt and of its turn, unchanged, followed by what the format writes after the
+        turn. If that is not possible, the next prompt is rendered from its messages, and `broken` of the new
+        conversation has the reason.
 
         Raises:
             EnvironmentFault: the format refuses the messages.

@@ -56,7 +56,7 @@ class PackageRenderer(ContinuingRenderer):
     """
 
     thread_safe = True
-    """Several threads may use one renderer at once."""
+    """Several threads may use one renderer at the same time."""
 
     def __init__(self, tokenizer: Any, name: str = "qwen3", **kept: Any) -> None:
         super().__init__(tokenizer, name, **kept)

@@ -49,7 +49,7 @@ class TemplateRenderer(ContinuingRenderer):
     renders_by_template = True
     """This renderer uses the template itself, so there is nothing to compare with the template."""
     thread_safe = True
-    """Several threads may use one renderer at once."""
+    """Several threads may use one renderer at the same time."""
 
     def __init__(
         self, tokenizer: Any, name: str = "template", tools: Literal["hermes"] | None = None, **kept: Any

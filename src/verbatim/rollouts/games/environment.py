@@ -48,7 +48,7 @@ class TextArena:
     num_train: int = 500
     """Number of training games."""
     num_eval: int = 100
-    """Number of evaluation games. Their seeds follow those of the training games."""
+    """Number of evaluation games. Their seeds follow the seeds of the training games."""
     system_prompt: str = ""
     """System prompt of every player that a model plays; "" for none."""
     unfinished_reward: float = -1.0

@@ -75,7 +75,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 class ParentSampler:
-    """A `Sampler` that forwards requests to the run's sampler through `call`. Its policy version is the one that
+    """A `Sampler` that forwards requests to the run's sampler through `call`. Its policy version is the version that
     sampled the last completion."""
 
     def __init__(

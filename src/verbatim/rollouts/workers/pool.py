@@ -26,11 +26,11 @@ GRACE = CLOSING + 3 * supervised.GRACE
 """Number of seconds after an episode's deadline at which its worker is considered stuck, and therefore lost. An episode
 that merely ignores its cancellation is abandoned and closed before its worker is considered stuck."""
 MOST_ATTEMPTS = 3
-"""Number of workers that an episode may lose before it fails. Its last attempt runs on a worker of its own: if that
-worker is lost too, the episode itself must be the cause."""
+"""Number of workers that an episode may lose before it fails. The last attempt runs on a worker that runs no other
+episode: if that worker is lost too, the episode itself must be the cause."""
 MOST_ALONE = 4
-"""Maximum number of episodes that have a worker of their own at a time. If there are more workers than this, the
-maximum is the number of workers."""
+"""Maximum number of episodes that may each have a whole worker at the same time. If there are more workers than this,
+the maximum is the number of workers."""
 LONGEST_PAUSE = 10.0
 """Maximum pause in seconds before a lost worker is replaced (see `pause_before_replacement`)."""
 
@@ -128,7 +128,8 @@ class WorkerPool:
         return min(self._workers, key=lambda started: started.num_running)
 
     async def _run_alone(self, setup: RolloutSetup, task: EpisodeTask, recorder: Recorder) -> Trajectory:
-        """Run the episode on a worker of its own. If none can be started, run it on a worker with other episodes."""
+        """Run the episode on a worker that runs no other episode. If no such worker can be started, run the episode on
+        a worker with other episodes."""
         self._num_to_run_alone += 1
         try:
             async with self._alone:

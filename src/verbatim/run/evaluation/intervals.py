@@ -163,7 +163,7 @@ def paired_mean(differences: ByExample) -> Estimate:
 
 def paired_share(differences: ByExample) -> Estimate:
     """The mean of differences that are -1, 0 or 1: successes of the same example and seed under two policies.
-    The interval is that of `pairs_interval` for the effective number of pairs, which is computed as in
+    The interval is computed by `pairs_interval` for the effective number of pairs, which is computed as in
     `effective_size`.
 
     Example: one pair for each of 50 examples, with 12 gained and 4 lost, gives 0.16 and (-0.001, 0.308).

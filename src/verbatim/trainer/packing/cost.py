@@ -61,9 +61,9 @@ def model_cost(config: Any) -> CostModel:
     """The cost model of a decoder, from the text part of its `transformers` configuration.
 
     Forward FLOPs per layer: a token costs 2 P, where `P` is the number of linear-layer parameters that it uses (in a
-    mixture of experts, only those of its own experts). A pair of tokens costs 4 x heads x head width (queries by keys,
-    weights by values). A target costs 2 x width x vocabulary once for the model. A missing number of key/value heads
-    means as many as query heads; a missing feed-forward width means four times the model width.
+    mixture of experts, only the parameters of its own experts). A pair of tokens costs 4 x heads x head width (queries
+    by keys, weights by values). A target costs 2 x width x vocabulary once for the model. A missing number of key/value
+    heads means as many as query heads; a missing feed-forward width means four times the model width.
     """
 
     def get(name: str, default: int) -> int:

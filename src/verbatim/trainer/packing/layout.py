@@ -75,8 +75,8 @@ def token_order(sample: TrainingSample) -> bytes:
 
 
 def first_fit_decreasing(items: Sequence[Sequence[Row]], sizes: Sequence[int], budget: int) -> list[list[Row]]:
-    """Bin packing: each item, largest first, goes into the first bin with room. An item above the budget gets a bin of
-    its own."""
+    """Bin packing: each item, largest first, goes into the first bin with room. An item above the budget is alone in
+    its bin."""
     bins: list[list[Row]] = []
     free: list[int] = []
     for size, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0]):  # stable

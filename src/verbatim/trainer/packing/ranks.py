@@ -23,7 +23,7 @@ _Rows = list[list[list[Row]]]
 """Rows by rank and pass."""
 FORWARD_TWICE = 4 / 3
 """Factor for the cost of a micro-batch that needs an extra forward pass for its logprobs (`step.py`). A backward pass
-costs as much as two forward passes, so the cost is that of four forward passes instead of three."""
+costs as much as two forward passes, so the total is four forward passes instead of three."""
 _PIECES_OF_A_SHARE = (2, 4, 8)
 """How many pieces to cut a rank's share of a forest into: each of these numbers is tried, and the fastest result is
 kept."""
@@ -99,8 +99,8 @@ def deal_samples(
         samples: All samples of the optimizer step.
         packing: A packer's name or import path.
         num_ranks: Number of ranks, at least 1. With a small batch, some ranks may get nothing.
-        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample gets a micro-batch of its own; in the pass
-            that computes it, the other ranks may have as many tokens.
+        micro_batch_tokens: Maximum tokens in a micro-batch. A longer sample is alone in its micro-batch; in the pass
+            that computes this micro-batch, the other ranks may have as many tokens.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit, otherwise on one rank.
         cost: Predicts the cost of micro-batches.
 

@@ -22,7 +22,7 @@ def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     Args:
         samples: The samples. Those of one trajectory share its `trajectory_id`, and a loss on whole trajectories sees
             them concatenated in this order.
-        micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample gets a micro-batch of its own.
+        micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample is alone in its micro-batch.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:

@@ -42,7 +42,7 @@ def pack_tree(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
 
     Args:
         samples: Same as for `pack_rows`.
-        micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample gets a micro-batch of its own.
+        micro_batch_tokens: Maximum distinct tokens in a micro-batch; a longer sample is alone in its micro-batch.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 
     Raises:

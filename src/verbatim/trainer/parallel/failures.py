@@ -1,4 +1,4 @@
-"""Spreads the first fatal failure of a rank to all ranks, so that all of them end at once and for the same reason.
+"""Spreads the first fatal failure of a rank to all ranks, so that all ranks end promptly and for the same reason.
 
 A failure at a point where ranks exchange results anyway is raised on all of them together (`Ranks.agree`), without this
 module. Any other failure leaves the other ranks waiting in a collective that the failed rank never joins. So the failed

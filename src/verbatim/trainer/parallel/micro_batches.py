@@ -24,8 +24,8 @@ _TARGETS = (
 
 
 def hand_out(ranks: Ranks, dealt: Sequence[Sequence[MicroBatch]]) -> list[MicroBatch]:
-    """On rank 0: send every rank its micro-batches, and return those of rank 0. `dealt` lists the micro-batches by
-    rank, or by group of neighbouring ranks that all get the same micro-batches."""
+    """On rank 0: send every rank its micro-batches, and return rank 0's micro-batches. `dealt` lists the micro-batches
+    by rank, or by group of neighbouring ranks that all get the same micro-batches."""
     size = ranks.size // len(dealt)
     for rank in range(1, ranks.size):
         mine = dealt[rank // size]

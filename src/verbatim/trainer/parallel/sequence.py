@@ -173,8 +173,8 @@ def refuse_slices(lm: CausalLM, size: int) -> None:
     """Refuse a model whose tokens cannot be split over `size` ranks.
 
     Raises:
-        ModelError: the model has to compute each row in a pass of its own, or its number of heads is not a multiple of
-        `size`.
+        ModelError: the model has to compute each row in a separate pass, or its number of heads is not a multiple of
+            `size`.
     """
     if lm.rows_alone:
         raise ModelError(

@@ -33,8 +33,8 @@ MISMATCH = 4.0
 `Probes.rounding`."""
 
 NEARER = 2.0
-"""The sampler's logprobs may be at most this many times closer to those of the old weights than to those of the new
-weights."""
+"""The sampler's logprobs may be at most this many times closer to the logprobs of the old weights than to the logprobs
+of the new weights."""
 
 STALE_SHARE = 0.1
 """A step changes the probes' logprobs by some amount. Logprobs through the prefix cache and logprobs that bypass the
@@ -106,7 +106,7 @@ def find_mismatch(
     version; None if the sampler holds it.
 
     With a small learning rate, a step changes logprobs by less than any tolerance. So logprobs that are more than
-    `NEARER` times closer to those of the previous version are refused too.
+    `NEARER` times closer to the logprobs of the previous version are refused too.
 
     Args:
         published: The trainer's logprobs.

@@ -1,6 +1,6 @@
 """Computes the digests of a LoRA adapter in the memory that the kernels read: the adapter's slot in every layer.
 
-vLLM multiplies B by the scale when it loads an adapter, so the digest of B is that of the scaled B.
+vLLM multiplies B by the scale when it loads an adapter, so the digest of B is computed from the scaled B.
 """
 
 from collections.abc import Iterator

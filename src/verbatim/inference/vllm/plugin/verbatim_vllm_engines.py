@@ -213,7 +213,7 @@ class Folder:
 
 
 def refuse_other_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a folder whose tensor names or shapes differ from those of the first folder.
+    """Refuse a folder whose tensors differ in name or shape from the tensors of the first folder.
 
     Raises:
         ValueError: names or shapes differ; the message names the first three tensors.

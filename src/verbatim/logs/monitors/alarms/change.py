@@ -18,7 +18,7 @@ SURE = 1e-3
 
 
 def rises(before: Sequence[float], after: Sequence[float]) -> bool:
-    """True if the values of `after` are significantly larger than those of `before`.
+    """True if the values of `after` are significantly larger than the values of `before`.
 
     >>> rises([0.1, 0.2, 0.15, 0.12, 0.18, 0.16, 0.11, 0.14], [0.3, 0.28, 0.31, 0.4, 0.33, 0.29, 0.27, 0.35])
     True
@@ -27,7 +27,7 @@ def rises(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def falls(before: Sequence[float], after: Sequence[float]) -> bool:
-    """True if the values of `after` are significantly smaller than those of `before`."""
+    """True if the values of `after` are significantly smaller than the values of `before`."""
     return chance_of_rise(after, before) <= SURE
 
 

@@ -63,8 +63,8 @@ class AlarmRow:
     evidence: Sequence[str] = ()
     """Metrics of the step that show the problem."""
     trajectories: Callable[[Sequence[TrajectoryOutcome], Sight], Sequence[TrajectoryOutcome]] | None = None
-    """Selects the outcomes that show the problem, among those of the sight's environment, or of the whole run if the
-    sight has none. The alarm names the first of them."""
+    """Selects the outcomes that show the problem, among the outcomes of the sight's environment, or of the whole run if
+    the sight has no environment. The alarm names the first of them."""
     on_evaluations: bool = False
     """True if the alarm is checked after each evaluation instead of after each step."""
 
@@ -107,7 +107,7 @@ class _Texts(string.Formatter):
 
 @dataclass(kw_only=True)
 class _Raised:
-    """An alarm that has been raised and not yet cleared. The fields are those of `Alarm`."""
+    """An alarm that has been raised and not yet cleared. The fields have the same meaning as in `Alarm`."""
 
     name: str
     env: str | None

@@ -199,9 +199,9 @@ _Evaluation = tuple[int, Figures]
 
 
 def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeFloat) -> Iterator[Sight]:
-    """An evaluation's success or reward is significantly below that of the best earlier evaluation: success by `fall`,
-    or the reward by `reward_fall` standard deviations. The standard deviation is the larger of the two evaluations'
-    standard deviations.
+    """An evaluation's success or reward is significantly below the success or reward of the best earlier evaluation:
+    success by `fall`, or the reward by `reward_fall` standard deviations. The standard deviation is the larger of the
+    two evaluations' standard deviations.
 
     The evaluations are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is best
     partly by luck, so the required significance grows with their number: the chance of a false alarm, for success and
@@ -267,9 +267,10 @@ def _has(name: str, metrics: Figures, most: float) -> bool:
 
 
 def _interval(evaluation: Figures, name: str, scale: float) -> tuple[float, float]:
-    """A metric's 95% interval: the one that the evaluation reports, or else one computed as if episodes were
-    independent. Even if all n rewards are equal, a share of up to z^2 / (n + z^2) of all possible rewards may differ
-    (Wilson's interval for n of n). These other rewards are assumed to differ from the n equal rewards by `scale`."""
+    """A metric's 95% interval: the interval that the evaluation reports, or else an interval computed as if episodes
+    were independent. Even if all n rewards are equal, a share of up to z^2 / (n + z^2) of all possible rewards may
+    differ (Wilson's interval for n of n). These other rewards are assumed to differ from the n equal rewards by
+    `scale`."""
     value, start = evaluation[name], name.removesuffix("/mean")
     if f"{start}/low" in evaluation and f"{start}/high" in evaluation:
         return evaluation[f"{start}/low"], evaluation[f"{start}/high"]

@@ -185,7 +185,7 @@ def count(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
 
 
 def _growth(meter: Meter, name: str, value: Any, values: Sequence[Any]) -> int:
-    """Upper bound on the characters that a filter or method creates in addition to those of `value`."""
+    """Upper bound on the characters that a filter or method creates in addition to the characters of `value`."""
     texts = [text for text in values if isinstance(text, (str, bytes))]
     width = sum(map(len, texts)) + sum(abs(number) for number in values if isinstance(number, int))
     match name:

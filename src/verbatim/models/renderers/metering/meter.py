@@ -132,7 +132,8 @@ class Meter:
         return "".join(written)
 
     def counted(self, items: Any, steps: int = 1, characters: int = 0) -> Any:
-        """The items of a loop. Its rounds are charged all at once if their number is known, else one by one."""
+        """The items of a loop. If the number of rounds is known, all rounds are charged now; otherwise each round is
+        charged when it begins."""
         try:
             rounds = len(items)
         except TypeError:

@@ -381,7 +381,7 @@ class ProgramEpisode(Episode):
             self.info = {**self.info, "program": {**self.info["program"], "end": fault.kind, "said": str(fault)[:1000]}}
 
     async def _launch(self, serving: ProgramServing, session: Session, key: str, time_limit: _TimeLimit) -> _Played:
-        """Play the episode in a process of its own."""
+        """Play the episode in a new process, which plays only this episode."""
         process = ProgramProcess(self._environment.launch, serving.service)
         try:
             async with time_limit.of_waiting(f"{_STARTING} programs start at a time"), serving.starting:

@@ -25,8 +25,8 @@ from verbatim.environments.tools.isolation import (
 FOLDER = "/program"
 """The path of the program's folder inside a sandbox, where it is read-only."""
 PORT = 8100
-"""The gateway's port inside a sandbox. It can be fixed, because the sandbox has a network namespace of its own, with no
-other server in it."""
+"""The gateway's port inside a sandbox. It can be fixed, because the sandbox has its own network namespace, in which no
+other server runs."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 QUIET = {
     "PYTHONUNBUFFERED": "1",

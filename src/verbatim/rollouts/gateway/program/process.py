@@ -187,7 +187,7 @@ class ProgramProcess:
         return self.outcome()
 
     async def _score_outside(self) -> None:
-        """Run the scoring command in a process of its own, with an output pipe that no process of the program holds."""
+        """Run the scoring command in a separate process, with an output pipe that no process of the program holds."""
         process = await self._start(self._launch.score_argv(self._work))
         assert process.stdout is not None and process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr), name="score-stderr")
