@@ -16,7 +16,7 @@ from verbatim.inspection.comparison.show import show_comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the runs, --metric, --plot and --json."""
+    """Declare the arguments: the runs, --metric, --plot and --json."""
     add = parser.add_argument
     add("folders", type=Path, nargs="+", metavar="RUN", help="the folders of runs, such as runs/NAME/latest")
     add(

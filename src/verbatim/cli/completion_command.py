@@ -11,7 +11,7 @@ from verbatim.cli.completion import SHELLS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare SHELL."""
+    """Declare the argument SHELL."""
     parser.epilog = 'in ~/.bashrc: eval "$(verbatim completion bash)"; docs/configuration.md has the other shells'
     parser.add_argument("shell", choices=SHELLS, help="the shell to print code for")
 

@@ -42,7 +42,7 @@ _LARGEST = 2**26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, --template, --machine, --model, --json and --limit."""
+    """Declare the arguments: FILE, --template, --machine, --model, --json and --limit."""
     parser.epilog = (
         "exit status: 0 no breaks except in sub-agents' first turns, 1 breaks, 2 something could not be read or "
         "checked; with --template: 0 every kind of message can be appended and tools are written and read, 1 if not; "

@@ -35,7 +35,7 @@ from verbatim.run.tables import component_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, the models, how much to play, and where results go."""
+    """Declare the arguments: FILE, the models, how much to play, and where results go."""
     parser.epilog = (
         "exit status: 0 everything was played, 1 all episodes of an environment failed or an API is dead, 2 usage error"
     )

@@ -16,7 +16,7 @@ from verbatim.logs.monitors.trajectory_log import TrajectoryLog, read_trajectori
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare RUN, `--out` and `--steps`."""
+    """Declare the arguments: RUN, `--out` and `--steps`."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder, such as runs/NAME/latest")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to create")
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only these steps: 7 or 3-9 (all)")

@@ -20,7 +20,7 @@ from verbatim.rollouts.gateway.program.environment import HARMLESS, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare COMMAND, the example and the model's responses."""
+    """Declare the arguments: COMMAND, the example and the model's responses."""
     parser.epilog = (
         "needs no model: a script calls the tools that the program offers, and then finishes; exit status: 0 "
         "everything that was sampled can be trained, 1 something is wrong, 2 the program cannot be started"

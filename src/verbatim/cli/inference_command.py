@@ -35,7 +35,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE, where to listen, and --install."""
+    """Declare the arguments: FILE, where to listen, and --install."""
     parser.epilog = "Ctrl-C ends it, with exit status 0"
     add = parser.add_argument
     add(

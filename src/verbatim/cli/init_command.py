@@ -25,7 +25,7 @@ _WHOLE = ("program",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare DIR and --kind."""
+    """Declare the arguments: DIR and --kind."""
     parser.epilog = "kinds: " + "; ".join(f"{name}: {about}" for name, about in KINDS.items())
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--kind", choices=tuple(KINDS), default="tools", metavar="KIND", help=f"{', '.join(KINDS)}")

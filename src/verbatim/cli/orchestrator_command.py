@@ -11,7 +11,7 @@ from verbatim.logs.checkpoints import CONFIG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `verbatim rl`."""
+    """Declare the arguments, all of which `verbatim rl` has too."""
     rl_command.add_shared_arguments(parser)
     rl_command.add_output_arguments(parser)
     parser.epilog = "The trainer may run on another host: then --run-dir must be a folder that both hosts share"

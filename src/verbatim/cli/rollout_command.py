@@ -31,7 +31,7 @@ _SETTINGS = ("model", "max_turns", "temperature", "max_tokens", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare TASKS, the server or engine, the sampling settings, and where results go."""
+    """Declare the arguments: TASKS, the server or engine, the sampling settings, and where results go."""
     parser.epilog = "exit status: 0 every task has its results, 1 some failed or the server is dead, 2 a usage error"
     add = parser.add_argument
     add(

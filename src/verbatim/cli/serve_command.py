@@ -38,7 +38,7 @@ _LAST_ANSWERS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare MODEL, where to listen, and how to sample."""
+    """Declare the arguments: MODEL, where to listen, and how to sample."""
     parser.epilog = "Ctrl-C ends it, with exit status 0; clients of OpenAI's API need /v1 after the address"
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder in Hugging Face format, or a hub id")

@@ -32,7 +32,7 @@ _PORT = 8642
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare RUN, --port, --no-open, --model, --export and the filters of an export."""
+    """Declare the arguments: RUN, --port, --no-open, --model, --export and the filters of an export."""
     parser.epilog = "Ctrl-C ends it, with exit status 0. The page is reachable from this machine only"
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="a run folder, such as runs/NAME/latest")

@@ -132,7 +132,7 @@ class SamplerFault(RolloutError):
 
 
 class RunStopped(VerbatimError):
-    """The run cannot usefully go on; the message has the reason."""
+    """The run stops, because continuing it would be useless; the message says why."""
 
 
 class CheckpointNotWritten(RunStopped):

@@ -52,7 +52,7 @@ def rendered_again(info: Mapping[str, Any]) -> list[tuple[int, BreakReason]]:
 
 
 class EpisodeOver(VerbatimError):
-    """Raised when the trajectory cannot go on: no turns or tokens are left, or the engine stopped."""
+    """Raised when the trajectory cannot continue: no turns or tokens are left, or the engine stopped."""
 
     def __init__(self, stop_reason: StopReason, message: Message | None = None) -> None:
         super().__init__(str(stop_reason))

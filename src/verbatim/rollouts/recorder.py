@@ -155,7 +155,7 @@ class Recorder:
             raise self.went_on()
 
     def went_on(self) -> RecordError:
-        """Return the error for a caller that goes on after the end of the episode. Store the error as `late`, which
+        """Return the error for a caller that continues after the end of the episode. Store the error as `late`, which
         makes the episode fail."""
         error = self.refusal()
         self.late = self.late or error

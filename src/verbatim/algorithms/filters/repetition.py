@@ -58,7 +58,7 @@ def _num_distinct(ids: Int32, ngram: int) -> int:
 
 
 _WORTH_A_BOUND = 256
-"""Number of n-grams in a trajectory from which on the lower bound is faster than exact counting."""
+"""In a trajectory with at least this many n-grams, computing the lower bound is faster than counting exactly."""
 _KEY_IDS, _KEY_BITS = 3, np.uint64(21)
 """How many ids of an n-gram are in its key, and bits per id; 3 x 21 bits fit into 64."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)

@@ -18,7 +18,7 @@ class EngineReply:
     """A reply of the engine's thread, for which a coroutine waits."""
 
     future: asyncio.Future[Any]
-    """Resolved in the caller's event loop."""
+    """The future that the coroutine awaits. It is resolved in the coroutine's event loop."""
     answer: tuple[Any] | None = None
     """The result or exception for the future, in a tuple because the result itself may be None; the attribute is None
     until there is a reply."""

@@ -35,8 +35,8 @@ _LINGER, _DISCARDED = 2.0, 2**22
 """Limits, in seconds and in bytes, for reading and discarding what the client still sends after a refusal. Closing a
 connection with unread bytes resets it, and the client may then never see the response."""
 _PAYLOAD, _JUDGED = 0.8, 2**12
-"""Minimum share of payload in a chunked body (the rest is framing), and the number of received bytes from which on this
-minimum applies."""
+"""Minimum share of payload in a chunked body (the rest is framing), and the number of bytes that must have been
+received before this minimum applies."""
 
 
 class _Messages(h11.Connection):

@@ -204,8 +204,8 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
     two evaluations' standard deviations.
 
     The evaluations are compared by their 95% intervals (Newcombe 1998, method 10). The best of many evaluations is best
-    partly by luck, so the required significance grows with their number: the chance of a false alarm, for success and
-    reward together, is at most `change.SURE` divided by the number of earlier evaluations.
+    partly by luck, so the required significance grows with the number of evaluations: the chance of a false alarm, for
+    success and reward together, is at most `change.SURE` divided by the number of earlier evaluations.
     """
     given = window.setting("orchestrator.eval.max_failed")
     most = MAX_FAILED if given is None else float(given)
