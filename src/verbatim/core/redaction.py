@@ -283,8 +283,8 @@ def _is_number_of_key(name: str, value: object) -> bool:
 
 
 def _name_of(table: Mapping[Any, Any], key: object) -> str:
-    """The name of a value: the value's key, or the name next to it in {name = "API_KEY", value = "..."} and
-    {key = ...}."""
+    """The name of a value in a table: the value's key, but "API_KEY" for the value in {name = "API_KEY", value = "..."}
+    or {key = "API_KEY", value = "..."}."""
     if str(key).lower() == "value":
         names = [str(name) for word, name in table.items() if str(word).lower() in ("name", "key")]
         return names[0] if names else str(key)

@@ -289,7 +289,8 @@ def refuse_not_finite(
 def _refuse_two_values_for_one_tensor(
     folder: Path, incoming: dict[str, torch.Tensor], own: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse different values for two tied tensors. These share one storage, so one of the two values would be lost."""
+    """Refuse different values for two tied tensors. Tied tensors share one storage, so one of the two values would be
+    lost."""
     first_name: dict[int, str] = {}
     for key, value in incoming.items():
         first = first_name.setdefault(own[key].data_ptr(), key)

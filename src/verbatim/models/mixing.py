@@ -36,7 +36,7 @@ def plan_attention(model: Any, calls: ModelCalls | None = None) -> str | None:
         its own attention.
 
     Raises:
-        ModelError: a token depends on later ones, or the model cannot be compared with its own attention.
+        ModelError: a token depends on later tokens, or the model cannot be compared with its own attention.
     """
     calls = calls or DirectCalls()
     _refuse_unless_causal(model, calls)

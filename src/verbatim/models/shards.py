@@ -87,7 +87,8 @@ def fill(model: Any, source: str) -> None:
 
 
 def _fill(model: Any, file_of: Mapping[str, Any], where: str) -> None:
-    """Fill a model tensor by tensor. Renamed tensors are read as slices, converted ones (fused experts) as a whole."""
+    """Fill a model tensor by tensor. Renamed tensors are read as slices, converted tensors (fused experts) as a
+    whole."""
     own = own_tensors(model)
     tied = dict(model.all_tied_weights_keys)
     filled: set[str] = set()

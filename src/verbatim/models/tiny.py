@@ -308,7 +308,7 @@ def _is_int(value: Any) -> bool:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers: the module list with `num_hidden_layers` entries, or else the longest one."""
+    """The decoder layers: the module list with `num_hidden_layers` entries, or else the longest module list."""
     decoder = model.get_decoder() or model.base_model
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)

@@ -21,8 +21,8 @@ from verbatim.core.types import Trajectory
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """Shows the remaining time once half of the rollouts have ended. Rollouts run concurrently, so the first ones to
-    end are the shortest, and an estimate from them would be wrong."""
+    """Shows the remaining time once half of the rollouts have ended. Rollouts run concurrently, so the rollouts that
+    end first are the shortest, and an estimate from these rollouts would be wrong."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if 2 * task.completed >= (task.total or 0) else Text("-:--:--")

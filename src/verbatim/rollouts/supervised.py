@@ -68,7 +68,8 @@ class UserCalls:
 
         Raises:
             EnvironmentFault: the code raised any exception, including SystemExit, KeyboardInterrupt, GeneratorExit, and
-                a CancelledError that it caused itself. A real Ctrl-C, and the supervisor's cancellation, pass through.
+                a CancelledError that the code caused itself. A real Ctrl-C, and the supervisor's cancellation, pass
+                through.
             TimeoutError: the code swallowed its cancellation and returned after its deadline.
         """
         self.now = what

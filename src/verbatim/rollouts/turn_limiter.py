@@ -7,8 +7,8 @@ import weakref
 from collections import deque
 
 AT_A_TIME = 32
-"""Maximum number of turns and episode starts in one pass of the event loop; together they are about 5 ms of work. It is
-a count and not a time, so that the order of events does not depend on the speed of the machine."""
+"""Maximum number of turns and episode starts in one pass of the event loop; together they are about 5 ms of work. The
+limit is a count, not a time, so that the order of events does not depend on the speed of the machine."""
 
 
 class TurnLimiter:

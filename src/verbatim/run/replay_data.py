@@ -55,7 +55,7 @@ class ReplayPlan:
 
     @property
     def steps(self) -> range:
-        """The steps to train, in order: those after the checkpoint up to `step`."""
+        """The steps to train, in order: the steps after the checkpoint, up to `step`."""
         return range(self.checkpoint.step + 1, self.step + 1)
 
     @property

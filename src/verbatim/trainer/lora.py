@@ -149,8 +149,8 @@ class Adapters:
         """Write adapters and tokenizer as a folder that `peft` loads. All ranks call it; rank 0 writes.
 
         Raises:
-            OSError: the system refused to write (disk full, no permission). With several ranks this is a RunStopped on
-                all of them.
+            OSError: the system refused to write (disk full, no permission). With several ranks, all ranks raise
+                RunStopped instead.
         """
         tensors = {PREFIX + name: whole(value.detach()).cpu().contiguous() for name, value in self._parameters()}
         if self._ranks is None:

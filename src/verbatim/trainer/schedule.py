@@ -1,4 +1,4 @@
-"""Counts optimizer steps across resumes, and determines the learning rate of each."""
+"""Counts optimizer steps across resumes, and determines the learning rate of each step."""
 
 from __future__ import annotations
 

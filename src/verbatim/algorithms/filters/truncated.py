@@ -20,7 +20,7 @@ class Truncated:
     A dropped trajectory is not trained on, but its reward still counts in its group's baseline.
 
     Example: `reasons = ["length"]` flags a trajectory that reached `max_tokens`, the context length or its token
-    budget, but not one that reached `max_turns`.
+    budget, but not a trajectory that reached `max_turns`.
     """
 
     reasons: tuple[Reason, ...] = get_args(Reason)

@@ -22,7 +22,8 @@ experts."""
 class RoutedExperts:
     """Which experts processed each of N tokens, as far as that was recorded.
 
-    Example: three tokens in a model with one layer and two experts per token; the experts of the last are unknown:
+    Example: three tokens in a model with one layer and two experts per token; the experts of the last token are
+        unknown:
     `experts = [[[4, 1]], [[0, 3]], [[0, 0]]]`, `known = [T, T, F]`.
     """
 

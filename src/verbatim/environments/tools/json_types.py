@@ -79,8 +79,8 @@ class ToolSchema(GenerateJsonSchema):
 
 
 def readable(hint: Any) -> Any:
-    """Convert a type hint into one that pydantic accepts. A bare `list` keeps its own schema, which differs from the
-    schema of `list[Any]`.
+    """Convert a type hint into a type hint that pydantic accepts. A bare `list` keeps its own schema, which differs
+    from the schema of `list[Any]`.
 
     Before Python 3.12, pydantic accepts only the `TypedDict` of `typing_extensions`, so a `TypedDict` of `typing` is
     converted.

@@ -42,7 +42,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 _RANKED = 256
 """How many of a row's largest logits are sorted first to find the edge of the nucleus (top-p). This number is
-multiplied by 8 until the edge is among them, because sorting the whole vocabulary is slow."""
+multiplied by 8 until the edge is among the sorted logits, because sorting the whole vocabulary is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)

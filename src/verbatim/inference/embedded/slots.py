@@ -60,7 +60,7 @@ class SlotTable:
         self.rebuild_until = np.zeros(slots, dtype=np.int64)
         self.old_records = np.zeros(slots, dtype=np.int64)
         """If experts are recorded: length of the prefix whose keys were recomputed with newer weights, while its
-        experts are still those recorded with older weights."""
+        recorded experts still come from older weights."""
         self.active = np.zeros(slots, dtype=np.bool_)
         self.arrival = np.zeros(slots, dtype=np.int64)
         self.last_used = np.zeros(slots, dtype=np.int64)

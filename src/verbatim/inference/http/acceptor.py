@@ -176,7 +176,8 @@ class Acceptor:
         return delay > 0
 
     def _pause_accepting(self, seconds: float) -> None:
-        """Stop accepting for a while. The event loop must not watch the socket meanwhile, because it stays readable."""
+        """Stop accepting for a while. The event loop must not watch the socket meanwhile, because the socket stays
+        readable."""
         self._loop.remove_reader(self.listening.fileno())
         self._again = self._loop.call_later(seconds, self._loop.add_reader, self.listening.fileno(), self._accept)
 

@@ -1,4 +1,5 @@
-"""Finds duplicate keys in the objects of a JSON body. Parsers keep only the last value, so the others would be lost."""
+"""Finds duplicate keys in the objects of a JSON body. Parsers keep only the last value of such a key, so the earlier
+values would be lost."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL = 2**14
-"""Maximum bytes of a small request. If there are several processes, one is reserved for small requests, so that these
-never wait behind large requests."""
+"""Maximum bytes of a small request. If there are several processes, one process is reserved for small requests, so that
+small requests never wait behind large requests."""
 START_SECONDS = 120.0
 """Timeout in seconds for a process to load the renderer."""
 _MOST_WAITING = 1024

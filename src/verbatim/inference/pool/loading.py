@@ -65,8 +65,8 @@ class CheckLine:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a slot. The slot is released when the block ends, or after `LONGEST_TURN` while the block
-        continues."""
+        """Wait for a slot. The slot is released when the block ends, and at the latest after `LONGEST_TURN`, even if
+        the block continues."""
         await self._places.acquire()
         held = [self._places]  # emptied by the first release: the timer and the end of the block may both come
 

@@ -96,5 +96,5 @@ class Rendezvous(Protocol):
         """
 
     def leave(self, name: str) -> None:
-        """Record that a replica has loaded or failed, so that the others do not wait for it. Names that are not
-        expected are ignored."""
+        """Record that the replica with this name has loaded or failed, so that the other replicas do not wait for it. A
+        name that was not passed to `expect` is ignored."""

@@ -358,7 +358,7 @@ class ReplicaSupervisor:
         logger.info("%s serves policy version %d", member.name, member.incarnation.version)
 
     def _set_aside(self, member: Member, why: str) -> None:
-        """Send no more requests to the member, and give up those in flight."""
+        """Send no more requests to the member, and give up its requests in flight."""
         self._queue.remove(member.index)
         member.renew(why)
         if member.state in ("serving", "asleep"):

@@ -30,7 +30,7 @@ LONGEST_ERROR = 300
 """Maximum length of an error message in the index, in characters."""
 
 OUTCOMES, EVALUATED_OUTCOMES = 0, 1
-"""The two sources of records: the outcome files in `trajectories/`, and those in `evaluations/`."""
+"""The two sources of records: the outcome files in `trajectories/`, and the outcome files in `evaluations/`."""
 FOLDERS = {OUTCOMES: "trajectories", EVALUATED_OUTCOMES: "evaluations"}
 """For each source, the folder with its outcome files."""
 KINDS = {OUTCOMES: TRAIN, EVALUATED_OUTCOMES: EVAL}

@@ -36,7 +36,8 @@ class Curve:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """The panels to draw: one for reward and one for success, or a single one if the two are equal everywhere."""
+        """The panels to draw: one for reward and one for success, or a single panel if reward and success are equal
+        everywhere."""
         success = Panel(name="success", train=self.successes, evals=self.evals)
         is_share = all(0 <= value <= 1 for _, value in self.rewards if math.isfinite(value))
         if is_share and not self.eval_rewards and not self.successes:

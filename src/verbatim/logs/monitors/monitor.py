@@ -59,8 +59,8 @@ class Monitor(Protocol):
         return
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Called when this process of the run ends. `verbatim.run.ending` makes the summary. Its `state` is "finished",
-        "stopped" or "failed"."""
+        """Called when this process of the run ends. `verbatim.run.ending` makes the summary. The summary's `state` is
+        "finished", "stopped" or "failed"."""
         return
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class CallIds:
         return cast(Message, {**turn, "tool_calls": changed}), given, own
 
     def _own(self, given: str, name: str, index: int, used: set[str]) -> str:
-        """The id of a call in the format's form: the given one, or a new one that is not in `used`."""
+        """The id of a call in the form that the format requires: the given id, or a new id that is not in `used`."""
         if self._is_own(given, name):
             return given
         while (made := f"functions.{name}:{index}" if self.form == "named" else f"call{index:05d}") in used:
@@ -202,7 +202,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
 
 
 def _given(messages: Sequence[Message], is_own: Callable[[str, str], bool]) -> set[str]:
-    """Of the ids in the messages, those that already have the format's form."""
+    """The ids in the messages that already have the form that the format requires."""
     calls = (call for message in messages for call in cast(Any, message.get("tool_calls") or ()))
     return {str(call.get("id")) for call in calls if is_own(str(call.get("id") or ""), call["function"]["name"])}
 

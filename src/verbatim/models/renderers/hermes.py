@@ -168,7 +168,7 @@ def _keeps(render: Render, made: HermesFormat) -> bool:
 
 
 def _answers(render: Render, made: HermesFormat) -> bool:
-    """True if the template writes calls and answers unchanged, in the last turn and in earlier ones."""
+    """True if the template writes calls and answers unchanged, in the last turn and in earlier turns."""
     called = calling(num_calls=2)
     for later in ([], [ANSWER, ASK]):
         text = tried(render, made.wrap([ASK, called, RESULT, RESULT, *later], None), None, True)

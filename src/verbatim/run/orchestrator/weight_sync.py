@@ -50,7 +50,7 @@ class WeightSync:
         """Check the initial weights of the sampler.
 
         Raises:
-            RunStopped: they differ from the trainer's weights.
+            RunStopped: the initial weights differ from the trainer's weights.
         """
         allowed = allowed_difference(self._tolerance, self._probes)
         canary = Canary(self._probes, before=None, tolerance=allowed, cuts=self._cuts)

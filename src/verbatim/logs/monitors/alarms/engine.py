@@ -249,7 +249,8 @@ class AlarmWatch:
         return alarm
 
     def _is_absent(self, env: str | None) -> bool:
-        """True if the latest step has rollouts, but none of this environment, so that its alarms keep their state."""
+        """True if the latest step has rollouts, but no rollouts of this environment. The environment's alarms then keep
+        their state."""
         return env is not None and bool(self._steps) and bool(self._steps[-1].envs) and env not in self._steps[-1].envs
 
     def state_dict(self) -> dict[str, Any]:
