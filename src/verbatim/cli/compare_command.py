@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the runs, including unfinished ones, and print the differences.
+    """Read the runs, including unfinished runs, and print the differences.
 
     Raises:
         UsageError: there are fewer than two runs, a folder is not a run, no run has the metric, or the plot file exists

@@ -1,4 +1,5 @@
-"""`verbatim env check ENVIRONMENT` plays an environment without a model; `verbatim env list` lists the bundled ones."""
+"""`verbatim env check ENVIRONMENT` plays an environment without a model; `verbatim env list` lists the bundled
+environments."""
 
 from __future__ import annotations
 

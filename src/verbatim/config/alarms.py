@@ -41,5 +41,5 @@ class AlarmsConfig(NamedComponents):
 
     @property
     def components(self) -> dict[str, AlarmConfig]:
-        """The alarms configured in the file, by key, including disabled ones."""
+        """The alarms configured in the file, by key, including disabled alarms."""
         return dict(self.__pydantic_extra__)

@@ -98,9 +98,9 @@ def schema_with_backends(document: Mapping[str, Any], tables: ComponentTables) -
     """Return (1) the schema of a document, in which each backend's table is a key of its section, and (2) problems with
     import paths.
 
-    The backends are those named in the component tables and those that the document names by import path. If the
-    document lacks the table of the backend in use, this table has the defaults. Tables of other backends are validated
-    if present, and otherwise ignored.
+    The backends are the backends named in the component tables, and the backends that the document names by import
+    path. If the document lacks the table of the backend in use, this table has the defaults. Tables of other backends
+    are validated if present, and otherwise ignored.
     """
     inference, wrong = _tables_of(document, ("inference",), InferenceConfig, tables.samplers)
     rollout, also_wrong = _tables_of(document, ("orchestrator", "rollout"), RolloutConfig, tables.runners)
@@ -164,7 +164,7 @@ def _with_tables(section: type[_Section], tables: _Tables) -> type[_Section]:
 
 
 def _with(section: type[_Section], **sections: type[BaseModel]) -> type[_Section]:
-    """The section with some of its tables replaced by more detailed ones."""
+    """The section with some of its tables replaced by more detailed tables."""
     fields: dict[str, Any] = {}
     for name, inner in sections.items():
         old = section.model_fields[name]

@@ -334,7 +334,7 @@ def _own(what: str, name: str) -> str:
 
 
 def unknown(what: str, name: str, table: Collection[str], own: str = "") -> str:
-    """The message for an unknown name, with the nearest name and all valid ones."""
+    """The message for an unknown name, with the nearest valid name and all valid names."""
     elsewhere = known_elsewhere(what, name)
     hint = f": here it is {elsewhere}." if elsewhere else nearest(name, table) or "."
     return f"there is no {what} {name!r}{hint} There are {', '.join(sorted(table))}{own}"

@@ -81,11 +81,11 @@ def make_config(
     *settings: Mapping[str, Any], tables: ComponentTables | None = None, caller: str = "verbatim.run"
 ) -> RunConfig:
     """Validate a configuration written in Python, nested like the tables of a file. Error messages have the same form
-    as those for a file.
+    as for a file.
 
     Args:
         settings: `{"model": {"name": "..."}, "max_steps": 20, "orchestrator": {...}}`. A dot in a top-level key leads
-            into a table, as in TOML: `{"trainer.optim.lr": 1e-4}`. Later settings replace keys of earlier ones.
+            into a table, as in TOML: `{"trainer.optim.lr": 1e-4}`. Later settings replace keys of earlier settings.
         tables: As for `load_config`.
         caller: Name of the function that received the settings, for errors.
 

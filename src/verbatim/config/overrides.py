@@ -93,7 +93,7 @@ def _parse_json(text: str) -> Any:
 def apply_override(document: dict[str, Any], override: Override, value: Any) -> KeyPath:
     """Set the override's key in place (or remove it if the value is `null`), and return its path.
 
-    Missing tables on the way are created, and so is a list element directly after the last one.
+    Missing tables on the way are created, and so is a list element directly after the last element.
 
     Raises:
         ConfigError: the path crosses a plain value, or an index is past the end of a list.

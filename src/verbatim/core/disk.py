@@ -259,7 +259,7 @@ def keep_aside(path: Path, folder: Path | None = None, why: str = "damaged") -> 
         folder: The folder to move it to; by default the folder that it is in.
         why: The word that the new name contains.
 
-    Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, and the next one `metrics.jsonl.damaged-2`.
+    Example: `metrics.jsonl` becomes `metrics.jsonl.damaged-1`, and the next damaged file `metrics.jsonl.damaged-2`.
     """
     number, folder = 1, folder or path.parent
     while (aside := folder / f"{path.name}.{why}-{number}").exists():

@@ -44,8 +44,8 @@ _MAYBE_FORMS = re.compile(r"(?<=://)[^/\s@]+(?=@)|\b(?:local-)?[0-9a-f]{40}\b")
 _OPTION = re.compile(r"--?[A-Za-z][\w\-.]*")
 _PASSWORD = "password"
 _LOGGED, _ACROSS = 32_768, 4096
-"""(1) Number of characters kept at each end of a long log record, and (2) number of characters beyond the kept ones
-that are also searched for keys."""
+"""(1) Number of characters kept at each end of a long log record, and (2) number of characters next to the kept
+characters that are also searched for keys."""
 
 Place = tuple[str | int, ...]
 """Keys and indices that lead to a value in tables and lists."""

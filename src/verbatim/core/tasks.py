@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 async def run_together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all coroutines, in order. The first one to raise cancels the others, and its error is raised."""
+    """The results of all coroutines, in order. The first coroutine that raises cancels the others, and its error is
+    raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in work]

@@ -208,7 +208,7 @@ class TaggedSorting(Episode):
 
 
 def similarity(content: str, answer: Sequence[str]) -> float:
-    """Return `difflib`'s ratio between the given lines and the right lines, after stripping and lower-casing both.
+    """Return `difflib`'s ratio between the given lines and the right lines, all of them stripped and in lower case.
 
     Example: if the right list is "a", the ratio of "B" is 0 and the ratio of "A" is 1. If the right list is "abcd", the
         ratio of "ab" is 2 * 2 / 6.

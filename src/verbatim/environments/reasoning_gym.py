@@ -51,8 +51,8 @@ class ReasoningGym:
     """Name of one of the package's system prompts ("default", "simple", "direct", ...), or the text of a system prompt;
     "" for none."""
     tag: str = "answer"
-    """Name of the tags around the answer. If there are several pairs of tags, the last one counts; if there is no pair,
-    the answer is scored as missing."""
+    """Name of the tags around the answer. If there are several pairs of tags, the last pair counts; if there is no
+    pair, the answer is scored as missing."""
     _dataset: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

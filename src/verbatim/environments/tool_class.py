@@ -260,7 +260,7 @@ def _tools(instance: Any, name: str) -> list[FunctionTool]:
 
 
 def _taken(reset: Callable[..., Any], fields: Mapping[str, Any], example: Example) -> dict[str, Any]:
-    """Return the fields to pass to `reset`: those in its signature or, if it takes `**kwargs`, the prompt and all
+    """Return the fields to pass to `reset`: the fields in its signature or, if it takes `**kwargs`, the prompt and all
     fields of the row, except the seed that Verbatim adds to each row."""
     parameters = inspect.signature(reset).parameters.values()
     names = {p.name for p in parameters}

@@ -179,7 +179,7 @@ class AsksPrefixCache(Protocol):
     """A sampler that can score an id through its prefix cache."""
 
     async def cached_logprob(self, token_ids: Int32) -> float:
-        """Logprob of the last id given those before it, at temperature 1.
+        """Logprob of the last id given the ids before it, at temperature 1.
 
         This is an ordinary request, which reads and writes the prefix cache as the requests of episodes do, so that a
         cache entry computed with old weights shows up in the logprob.

@@ -104,7 +104,7 @@ def offered(name: str) -> WheelModel:
     """The catalog entry of a name.
 
     Raises:
-        ModelError: no such model; the message lists the available ones.
+        ModelError: no such model; the message lists the available models.
     """
     if name not in MODELS:
         raise ModelError(

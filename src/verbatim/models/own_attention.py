@@ -47,7 +47,7 @@ _MASKS = (
     "attention_dropout",
     "attn_logit_softcapping",
 )
-"""Configuration fields that affect the attention mask. Messages list those that are set."""
+"""Configuration fields that affect the attention mask. Messages list the fields that are set."""
 
 Gradient = Mapping[str, Tensor]
 """Gradients by parameter name."""
@@ -193,7 +193,7 @@ def _refuse_unless_causal(own: Any) -> None:
 
 
 def raise_not_causal(model: Any) -> NoReturn:
-    """Raise the error for a model in which a token depends on later ones.
+    """Raise the error for a model in which a token depends on later tokens.
 
     Raises:
         ModelError: always.

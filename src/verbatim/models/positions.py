@@ -2,7 +2,7 @@
 
 The RoPE types `dynamic` and `longrope` change the angles of all positions as soon as one sequence of the pass is longer
 than the original training length. A sample's logprobs would then depend on its neighbours in the pass, and a token's
-logprob on later tokens. Up to the original training length these encodings behave like ordinary ones.
+logprob on later tokens. Up to the original training length these encodings behave like ordinary encodings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verbatim.models.tiny import WINDOW
 
 
 def refuse_moving_positions(model: CausalLM, length: int, *, setting: str = "orchestrator.seq_len") -> None:
-    """Refuse sequences so long that they change the positions of shorter ones.
+    """Refuse sequences so long that they change the positions of shorter sequences.
 
     Args:
         model: The model. The accepted length is stored in it.

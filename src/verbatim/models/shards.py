@@ -41,7 +41,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def own_tensors(model: Any) -> dict[str, Tensor]:
-    """A model's parameters (tied ones under each of their names), and those buffers that are saved with it."""
+    """A model's parameters (tied parameters under each of their names), and the buffers that are saved with the
+    model."""
     own = dict(model.named_parameters(remove_duplicate=False))
     own.update({name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()})
     return own
@@ -58,7 +59,8 @@ def empty_model(source: str, dtype: torch.dtype) -> Any:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of a tensor that this process holds (all rows if it is not sharded), and the index of the first one."""
+    """The rows of a tensor that this process holds (all rows if it is not sharded), and the index of the first of these
+    rows."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     mesh = tensor.device_mesh

@@ -26,7 +26,7 @@ def linear_layers_of(model: str | Path) -> tuple[str, ...]:
     Example: for a Qwen3, the names are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj and v_proj.
 
     Raises:
-        UsageError: the model has no config.json, or one that does not describe a causal language model.
+        UsageError: the model has no config.json, or its config.json does not describe a causal language model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -36,7 +36,7 @@ class EpisodeStats:
         self.purpose = purpose
         """Purpose of the episodes, for the log: "train" or "eval"."""
         self.num_episodes = 0
-        """Number of episodes that have ended, including failed ones."""
+        """Number of episodes that have ended, including failed episodes."""
         self.failures: Counter[str] = Counter()
         """Number of failed episodes by kind (see `failure_kind`)."""
         self.tool_faults: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Measures the opening prompts of an environment's examples, to find those that leave no room in the context."""
+"""Measures the opening prompts of an environment's examples, to find the prompts that leave no room in the context."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from verbatim.models.renderers.renderer import ParsedResponse
 def end_with_stop(completion: Completion, request: SampleRequest, stops: Sequence[str], decode: Decode) -> Completion:
     """Cut a completion after the token that completes the first stop string. Its stop reason becomes "stop".
 
-    A sampler that does not stream its tokens may have sampled more tokens. These are cut off here; the caller has
-    already counted them.
+    A sampler that does not stream its tokens may have sampled tokens after the stop string. Such tokens are cut off
+    here; the caller has already counted them.
     """
     found = find_stop(completion.ids, stops, decode)
     if found is None:

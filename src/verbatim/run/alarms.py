@@ -15,8 +15,8 @@ from verbatim.run.tables import component_tables
 
 
 def make_watch(config: RunConfig) -> AlarmWatch | None:
-    """All enabled alarms: the built-in alarms (`ALARMS`) and those added in the configuration; None if [monitor.alarms]
-    is off.
+    """All enabled alarms: the built-in alarms (`ALARMS`) and the alarms added in the configuration; None if
+    [monitor.alarms] is off.
 
     Raises:
         UsageError: an alarm rejects its parameters, or could never be raised with them.

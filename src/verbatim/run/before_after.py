@@ -75,7 +75,7 @@ class BeforeAfter:
 
 
 def compare(run: Path, environments: Mapping[str, Environment]) -> list[BeforeAfter]:
-    """Pair the first evaluation of each environment with the last one.
+    """Pair the first evaluation of each environment with its last evaluation.
 
     Episodes are paired by example id, sample index and seed. Episodes whose messages could not be written to the log,
     environments that were evaluated only once, and environments without a pair are left out.

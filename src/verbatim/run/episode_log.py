@@ -37,7 +37,7 @@ class Conditions:
 
 
 class EpisodeLog:
-    """The episodes played so far; new ones are appended. One process at a time may open a file.
+    """The episodes played so far; new episodes are appended. One process at a time may open a file.
 
     Opening the file removes the episodes that failed, so that they are played again.
 

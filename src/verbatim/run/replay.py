@@ -207,7 +207,7 @@ def _trainer_before(
     """A trainer in the state that the run's trainer had before the step.
 
     The steps in between are trained with the original configuration. If keys change, a second trainer with the changed
-    configuration then takes over the first one's state.
+    configuration then takes over the first trainer's state.
     """
     between = plan.steps[:-1]
     left = (config.max_steps - plan.checkpoint.step) * config.trainer.optimizer_steps_per_batch  # as it was then

@@ -110,7 +110,7 @@ class RunLog:
         self._evaluations = EvaluationLog(self._evaluated, environments)
         curve = LearningCurve(folder.metrics, folder.learning_curve, title=title, best_constant=self._best_constant)
         self.results: dict[str, Any] = {}
-        """Final results of the loop, in addition to those computed from the metrics."""
+        """Final results of the loop, in addition to the results computed from the metrics."""
         standing = standing_alarms(read_alarms(folder.alarms)) if detector is not None else ()
         self._console = Console(max_steps, console=console, first_step=first_step, alarms=standing)
         self._monitors = Monitors([metrics, alarms, self._console, curve, *monitors])

@@ -90,7 +90,7 @@ class Adapters:
         self._model, self._peft_config = model, _inject(model, self._config)
 
     def hide(self) -> None:
-        """Replace the adapted layers by the original ones until `begin` is called."""
+        """Replace the adapted layers by the original layers until `begin` is called."""
         from peft.tuners.lora import LoraLayer
 
         for parent in list(self._model.modules()):

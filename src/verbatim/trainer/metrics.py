@@ -41,7 +41,7 @@ class MetricSums:
         self._of_others.append(partial)
 
     def result(self) -> dict[str, float]:
-        """The combined value of each metric, by name, including those added with `add_partial`."""
+        """The combined value of each metric, by name, including the values added with `add_partial`."""
         by_name: dict[str, list[Sequence[float]]] = {}
         for partial in [*self._of_others, self.partial()]:
             for name, pair in partial.items():

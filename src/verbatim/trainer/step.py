@@ -273,7 +273,7 @@ class GradientPass:
             self.metrics.add({"mismatch_kl": (log_ratio.expm1() - log_ratio).mean()}, num_tokens)
 
     def _shared_error(self, error: Exception) -> VerbatimError:
-        """Convert an error of the loss into one that `Ranks.agree` can raise on all ranks."""
+        """Convert an error of the loss into an error that `Ranks.agree` can raise on all ranks."""
         if isinstance(error, VerbatimError):
             return error
         if is_out_of_memory(error):

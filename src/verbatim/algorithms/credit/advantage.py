@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One group: the group's rollouts without an error, including those that filters will drop.
+    """One group: the group's rollouts without an error, including rollouts that filters will drop.
 
     If agents have their own rewards, the inputs contain only one agent's share of each rollout.
     """

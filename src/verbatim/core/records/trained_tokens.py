@@ -15,8 +15,8 @@ from verbatim.core.records.samples import TrainingSample
 class TrainedTokens:
     """The trainer's results for the T trained tokens of a batch, sample by sample in batch order.
 
-    Example: for two samples with masks `[F, T, T]` and `[F, F, T]`, there are 3 trained tokens, and the last one
-    belongs to the second sample.
+    Example: for two samples with masks `[F, T, T]` and `[F, F, T]`, there are 3 trained tokens, and the last trained
+        token belongs to the second sample.
     """
 
     logprobs: Float32

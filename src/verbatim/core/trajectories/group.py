@@ -19,7 +19,7 @@ class Group:
     env: str
     """The name of the example's environment."""
     trajectories: tuple[Trajectory, ...]
-    """The trajectories, ordered by `sample_index`, including failed ones."""
+    """The trajectories, ordered by `sample_index`, including failed trajectories."""
     index: int = -1
     """Number of the group in the run, in the order in which groups were started; -1 if unknown."""
 

@@ -39,7 +39,7 @@ class TrajectoryOutcome:
     reason: str | None = None
     """Why the whole trajectory is not trained, or None if the outcome was decided for each turn separately."""
     flags: tuple[str, ...] = ()
-    """The filters that flagged the trajectory, including those that only count."""
+    """The filters that flagged the trajectory, including filters that only count."""
     trainer_logprobs: tuple[Float32 | None, ...] = ()
     """The trainer's logprobs of each turn's completion, float32 [C], or None for an untrained turn. Empty if these
     logprobs were not kept."""

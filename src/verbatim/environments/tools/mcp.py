@@ -60,7 +60,7 @@ class McpTools:
         Args:
             command: The program.
             args: The program's arguments.
-            env: Environment variables for the server, in addition to the few harmless ones that it inherits (PATH,
+            env: Environment variables for the server, in addition to the few harmless variables that it inherits (PATH,
                 HOME, ...).
             env_from: Variables to copy from this process: a list of names, or `{name in the server: name in this
                 process}`.

@@ -14,8 +14,8 @@ process to the names in this process."""
 
 
 def further_variables(env: Mapping[str, str] | None, env_from: EnvFrom, where: str) -> dict[str, str]:
-    """Return the variables that a process gets in addition to the usual ones. Secrets among them are redacted from now
-    on.
+    """Return the variables that a process gets in addition to the usual variables. Secrets among them are redacted from
+    now on.
 
     Args:
         env: Variables with their values.

@@ -36,8 +36,8 @@ class ChatAnswer:
     reasoning: str | None
     """The thinking; None if there is no thinking, or if the server returns it as part of the text."""
     tool_calls: tuple[ToolCall, ...]
-    """All attempted calls, malformed ones included. `raw` has the arguments as received; `id` is "" if the server sent
-    none."""
+    """All attempted calls, including malformed calls. `raw` has the arguments as received; `id` is "" if the server
+    sent none."""
     stop_reason: StopReason
     """"stop" or "length"."""
     usage: Mapping[str, int]
@@ -118,8 +118,8 @@ def _read_call(item: object) -> ToolCall:
 def read_arguments(raw: str) -> tuple[dict[str, Any] | None, ParseStatus]:
     """Parse a call's arguments as strict JSON.
 
-    Python's parser also accepts NaN, infinity (1e400), lone surrogates and very deep nesting. These are rejected here
-    because they cannot be written back as JSON. Duplicate keys are rejected because a value would be lost."""
+    Python's parser also accepts NaN, infinity (1e400), lone surrogates and very deep nesting. Such values are rejected
+    here, because they cannot be written back as JSON. Duplicate keys are rejected because a value would be lost."""
     if not raw.strip():
         return {}, "ok"  # some servers send an empty string if a call has no arguments
     value = read_json(raw)

@@ -37,7 +37,7 @@ class ChatProtocol(ABC):
     fields: ClassVar[Fields]
     """How each field of a request is treated."""
     max_tokens: ClassVar[Sequence[str]]
-    """Possible names of the token limit; the first one present in the request is used."""
+    """Possible names of the token limit; the first name that is present in the request is used."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatRequest:
         """Read the request in a body.

@@ -65,7 +65,7 @@ class Fields:
             The fields that were accepted but are not enforced.
 
         Raises:
-            BadField: a field is refused; the message names the first one.
+            BadField: a field is refused; the message names the first such field.
         """
         passed: list[str] = []
         for name, value in body.items():
@@ -187,7 +187,7 @@ def read_sampling(
     Args:
         given: The body, already checked against the protocol's fields.
         ours: Our own part of the body; its seed takes precedence.
-        max_tokens: Possible names of the token limit; the first one present is used.
+        max_tokens: Possible names of the token limit; the first name that is present is used.
         most_stop_ids: Maximum number of stop ids.
     """
     limits = [read_integer(given, name, least=1) for name in max_tokens]

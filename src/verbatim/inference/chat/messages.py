@@ -65,7 +65,7 @@ def call_of(name: object, arguments: object, call_id: object, where: str) -> Mes
 def function_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Convert an object with a name, a description and a parameter schema into a tool in OpenAI's format.
 
-    Other keys are kept, so that the model sees them, except those in `_NOT_IN_PROMPTS`.
+    Other keys are kept, so that the model sees them, except the keys in `_NOT_IN_PROMPTS`.
     """
     name = function.get("name")
     if not isinstance(name, str) or not name:

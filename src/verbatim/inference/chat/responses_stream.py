@@ -88,7 +88,7 @@ class ResponsesStream(BlockStream):
         return ends
 
     def _call(self, number: int, call: ToolCall) -> list[bytes]:
-        """All events of one call. These are sent at the end, because a call is only known once it is complete."""
+        """All events of one call. The events are sent at the end, because a call is only known once it is complete."""
         self._index += 1
         item = call_item(self._request, self._stamp, number, call)
         place = {"item_id": item["id"], "output_index": self._index}

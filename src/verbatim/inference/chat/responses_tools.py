@@ -5,7 +5,7 @@ and a custom tool becomes a function with one string argument, `input`. Calls ar
 form.
 
 Example: the namespace "agents" with the function "wait" and the custom tool "patch" becomes the functions
-`agents__wait` and `agents__patch`, the latter with the argument `input`.
+`agents__wait` and `agents__patch`; `agents__patch` has the argument `input`.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class TorchSampler:
             ModelError: the folder cannot be read, does not fit, or holds a weight that is not finite; the engine keeps
                 its weights and version.
             UsageError: the version is invalid.
-            SamplerFault: the engine is dead or closed, or memory ran out while the folder was read. In the latter case,
+            SamplerFault: the engine is dead or closed, or memory ran out while the folder was read. If memory ran out,
                 the engine continues unchanged.
         """
         check_version(version)

@@ -40,7 +40,7 @@ class PassLayout:
     positions: Rows
     """The position of each token in its sequence: int64 [W]."""
     num_rows: int
-    """Number of rows, including those without a token."""
+    """Number of rows, including rows without a token."""
 
     def spread(self, values: Rows) -> Rows:
         """Put the tokens' values (int64 [W]) into the tokens' rows: int64 [num_rows], 0 elsewhere."""
@@ -138,7 +138,7 @@ class SlotRange:
     last: int
     """Index after the last sequence."""
     slots: slice
-    """The slots from the first to the last sequence, including idle ones."""
+    """The slots from the first to the last sequence, including idle slots."""
     longest: int
     """Number of keys of the longest sequence."""
 
@@ -149,7 +149,7 @@ class SlotRange:
 
     @property
     def in_place(self) -> bool:
-        """True if reading all slots in place, including idle ones, costs less than copying the sequences' slots."""
+        """True if reading all slots in place, including idle slots, costs less than copying the sequences' slots."""
         return self.num_slots <= _COPY * (self.last - self.first)
 
     @property

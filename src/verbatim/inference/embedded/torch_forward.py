@@ -1,4 +1,4 @@
-"""Computes passes with PyTorch. Sequences that attend together are padded to the longest one."""
+"""Computes passes with PyTorch. Sequences whose attention is computed together are padded to the longest sequence."""
 
 from __future__ import annotations
 

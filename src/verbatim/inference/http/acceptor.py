@@ -116,7 +116,8 @@ class Acceptor:
             self._begin()
 
     def _makes_room(self) -> bool:
-        """Close an idle connection if there is no room for a new one. Returns False if there is still no room."""
+        """Close an idle connection if there is no room for a new connection. Returns False if there is still no
+        room."""
         door, table = self._door, self._table
         if door is not None and table.num_of(door.name) + len(self._queue) >= door.most and not table.evict(door.name):
             return False

@@ -52,7 +52,7 @@ MAX_ANSWER_BYTES = 2**28
 """Maximum size of a response; reading stops once it is exceeded. The prompt logprobs of a million ids take two thirds
 of this."""
 _TRANSIENT = {408, 409, 425, 429}
-"""Statuses that are retried, in addition to those from 500 on."""
+"""Statuses that are retried, in addition to all statuses from 500 on."""
 _MAX_CONNECTIONS = 1024
 """Maximum number of concurrent attempts. The wait for a free slot does not count towards the attempt's deadline."""
 _IDLE = 30.0

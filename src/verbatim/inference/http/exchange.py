@@ -127,8 +127,8 @@ async def while_there(receive: Receive, stopped: StopEvent, work: Coroutine[Any,
     """Run the work for a request, and cancel it if the client disconnects or the server stops.
 
     The work runs in the caller's task, because a separate task would cost tens of microseconds. So this function
-    cancels the caller's task to end the work, and has to distinguish its own cancellation from one that comes from
-    outside. As in `asyncio.timeout`, it compares the counts of `task.cancelling()`.
+    cancels the caller's task to end the work, and has to distinguish its own cancellation from a cancellation that
+    comes from outside. As in `asyncio.timeout`, it compares the counts of `task.cancelling()`.
 
     Args:
         receive: ASGI `receive` of the request, whose body has been read.
@@ -206,7 +206,7 @@ class ResponseWriter:
 
         Args:
             stream: Formats an error as an event.
-            events: The events. Empty ones are skipped, so that an error before the first event can still be sent with
+            events: The events. Empty events are skipped, so that an error before the first event can still be sent with
                 its HTTP status.
         """
         self._stream = stream

@@ -185,7 +185,7 @@ class HttpSampler:
         self._note_version(self._object(answer))
 
     async def prompt_logprobs(self, token_ids: Int32, temperature: float = 1.0) -> Float32:
-        """Logprob of each token given those before it: float32 [L]; the first is NaN.
+        """Logprob of each token given the tokens before it: float32 [L]; the first is NaN.
 
         vLLM only scores at temperature 1, and needs room for one more token in its context.
 
@@ -212,7 +212,7 @@ class HttpSampler:
         """Score the last id by an ordinary request, which reads and writes vLLM's prefix cache.
 
         Returns:
-            (the logprob of the last id given those before it, at temperature 1; the number of prompt tokens that came
+            (the logprob of the last id given the ids before it, at temperature 1; the number of prompt tokens that came
             from the cache, or None if the server does not report it).
 
         Raises:

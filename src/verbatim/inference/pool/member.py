@@ -25,7 +25,7 @@ requests."""
 
 
 class GivenUp(Exception):
-    """The replica of a request was lost, or sampled the reply with weights that are not the published ones.
+    """The replica of a request was lost, or sampled the reply with weights other than the published weights.
 
     Args:
         why: What happened to the replica.

@@ -32,8 +32,8 @@ class PoolMetrics:
 
     def read(self, members: list[Member], queue: AdmissionQueue, counts: ReplicaFaultCounts) -> dict[str, float]:
         """Metrics by name: `replicas/...` for the pool, and `replica/{index}/...` for each replica. With more than
-        `MOST_NAMED` replicas, the latter are replaced by minimum, mean and maximum: `replicas/{figure}/min`, `/mean`
-        and `/max`."""
+        `MOST_NAMED` replicas, the metrics of each replica are replaced by minimum, mean and maximum over the replicas:
+        `replicas/{figure}/min`, `/mean` and `/max`."""
         now = self._clock()
         seconds, self._read_at = now - self._read_at, now
         metrics: dict[str, float] = {

@@ -99,7 +99,7 @@ class ReplicaPool:
         return self._supervisor.failure
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. If a replica fails, the request is sent to another one.
+        """Sample one completion. If a replica fails, the request is sent to another replica.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.

@@ -1,4 +1,5 @@
-"""Supervises the replicas of a pool: removes replicas that die or hold wrong weights, and restarts those that died."""
+"""Supervises the replicas of a pool: removes replicas that die or hold wrong weights, and restarts replicas that
+died."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _spread(examples: Sequence[Example], most: int) -> list[Example]:
 
 
 def _imitators(demonstrations: Sequence[Demonstration], plays: Sequence[PlayedEpisode]) -> list[MakePlayer]:
-    """Players that repeat those demonstrations that have the same opening messages as these episodes."""
+    """Players that repeat the demonstrations whose opening messages are the same as in these episodes."""
     openings = [list(play.opening) for play in plays[:1]]
     fitting = [shown for shown in demonstrations if judge.opening_of(shown) in openings][:_SIDE_BY_SIDE]
     return [_imitator(shown) for shown in fitting]

@@ -125,7 +125,7 @@ class CheckedEnvironment:
     environment: Environment
     limits: EpisodeLimits
     plays: list[PlayedEpisode] = field(default_factory=list)
-    """All episodes played so far, except those played with `keep=False`."""
+    """All episodes played so far, except episodes played with `keep=False`."""
 
     async def play(
         self, player: str, make: Sequence[MakePlayer], example: Example, *, index: int = 0, keep: bool = True

@@ -161,7 +161,7 @@ def _fields_of_part(ours: Any, theirs: Any) -> Iterator[str]:
 
 
 def _fields(sent: Mapping[str, Any], back: Mapping[str, Any], *, passed: Sequence[str], of: str = "") -> Iterator[str]:
-    """The changes to fields: those that were removed, added or changed."""
+    """The changes to fields: which fields were removed, added or changed."""
     behind = f" of {of}" if of else ""
     for name, value in sent.items():
         if name in passed:

@@ -88,7 +88,7 @@ class StepMemory:
     """The memory, in bytes, that a training step takes in the process with the largest micro-batch."""
 
     peak: int
-    """Peak memory of every step except the first one, which creates the optimizer state."""
+    """Peak memory of every step except the first step, which creates the optimizer state."""
     parts: Mapping[str, int]
     """The memory at the peak, by kind of tensor (`live_memory.KINDS`)."""
     between_steps: int

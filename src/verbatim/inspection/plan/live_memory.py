@@ -70,7 +70,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._total
 
     def restart(self) -> None:
-        """Forget the peak and record a new one from now on."""
+        """Forget the peak, and record a new peak from now on."""
         self.peak, self.at_peak = self._total, dict(self._now)
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:

@@ -141,7 +141,7 @@ def require_writable(path: Path) -> None:
 
 
 def remove_from(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders from a run folder. Missing ones are ignored."""
+    """Remove these files and folders from a run folder. Missing files and folders are ignored."""
     for name in names:
         assert name in NAMES, name
         path = folder / name

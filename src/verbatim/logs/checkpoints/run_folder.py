@@ -268,7 +268,7 @@ class RunFolder:
 
     def link_latest(self) -> None:
         """Point `latest` to this run. Called once the run can be resumed, because a run that fails earlier must not
-        hide the previous one."""
+        hide the previous run."""
         if self._stamped:
             link_latest(self.path)
 
@@ -324,7 +324,7 @@ class RunFolder:
         self.toml = toml
 
     def _agree_on_config(self, config: RunConfig) -> None:
-        """Store the configuration, or check that the other process stored the same one."""
+        """Store the configuration, or check that the other process stored the same configuration."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
             raise refusal_of_a_run(self.path)
         self.toml = dump_config(config)

@@ -151,7 +151,7 @@ class CheckpointStore:
         )
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, damaged ones included, oldest first."""
+        """Steps of all checkpoints, including damaged checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.folder.iterdir() if path.is_dir())

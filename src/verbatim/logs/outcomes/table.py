@@ -223,8 +223,8 @@ class StoredOutcome:
     outcomes: tuple[str, ...]
     """The outcome of each turn's completion."""
     turns: tuple[Mapping[str, NDArray[Any] | None], ...]
-    """The per-token arrays of each turn by column, including those of `_ADDED`, which are not part of the trajectory,
-    and `kept_counts`, the sizes of the turn's kept sets."""
+    """The per-token arrays of each turn by column. They include the columns in `_ADDED`, which are not part of the
+    trajectory, and `kept_counts`, the sizes of the turn's kept sets."""
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> Iterator[StoredOutcome]:

@@ -43,7 +43,7 @@ class CSource:
     """A C file, read when the Python module that calls its functions is imported.
 
     It is compiled later, and an upgrade or a checkout may replace the file in between. The functions in the new file
-    could then expect structs that differ from those that the already imported module passes.
+    could then expect structs that differ from the structs that the already imported module passes.
     """
 
     name: str
@@ -139,7 +139,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def _loaded(source: CSource, compiler: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of a C file, from the cache, or compiled if the cached one is missing or damaged.
+    """The library of a C file, from the cache, or compiled if the cached library is missing or damaged.
 
     A library that is damaged or built from a different source would compute wrong numbers or crash the process; a
     library planted by another user could run anything. So a cached library is loaded only if the file and its folder

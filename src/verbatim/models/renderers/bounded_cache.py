@@ -18,7 +18,7 @@ _UNKNOWN = object()
 
 
 class BoundedCache(dict[K, V], Generic[K, V]):
-    """A dict of the newest entries; `add` evicts the oldest ones.
+    """A dict of the newest entries; `add` evicts the oldest entries.
 
     Reads take no lock: a single dict lookup is atomic in CPython.
 
@@ -47,7 +47,7 @@ class BoundedCache(dict[K, V], Generic[K, V]):
         return cast(V, found)
 
     def add(self, key: K, value: V, num_bytes: int = 0) -> None:
-        """Add an entry of `num_bytes`, and evict the oldest ones beyond the bounds."""
+        """Add an entry of `num_bytes`, and evict the oldest entries until the bounds are met."""
         with self._lock:
             self[key] = value
             if self._most_bytes is not None:

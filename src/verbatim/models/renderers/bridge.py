@@ -12,15 +12,18 @@ In the following cases the prompt is rendered from its messages instead, and the
     tool's answer, `<|endoftext|>` where the format writes `<|im_end|>`, or an id that only generation_config.json has
     (`stop_ids`). This does not apply to a turn that was cut off, which gets the format's close;
 (c) C ended inside a thought without being cut off (`open_thought`);
-(d) the tools differ from those of P (`tools_changed`);
-(e) N contains messages that are neither a tool's nor a user's, after folding by `message_support` (`other_messages`);
-(f) N contains a user's message, at which the format drops thoughts, and P or C contains a non-empty thought
+(d) the tools differ from the tools of P (`tools_changed`); (e) N contains messages that are neither a tool's nor a
+user's, after folding by `message_support` (`other_messages`); (f) N contains a user's message, at which the format
+drops thoughts, and P or C contains a non-empty thought
     (`thought_dropped`). This does not apply with `thinking_retention = "all"`;
 (g) it is not known what the format writes (`format_unknown`).
 
 Example, ChatML, P = `<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n`, C = `yo<|im_end|>`, N = [user "so?"]:
-after a turn the format writes `<|im_end|>\\n<|im_start|>user\\nso?<|im_end|>\\n<|im_start|>assistant\\n`. C already has
-the first of these tokens; the remaining ones are B.
+after a turn the format writes `<|im_end|>\
+<|im_start|>user\
+so?<|im_end|>\
+<|im_start|>assistant\
+`. C already has the first of these tokens; the remaining tokens are B.
 """
 
 from __future__ import annotations
@@ -337,7 +340,7 @@ class ContinuingRenderer(abc.ABC):
         )
 
     def _controls_of(self, ids: Sequence[int]) -> list[int]:
-        """The control tokens among the ids, except those that open or close a thought."""
+        """The control tokens among the ids, except tokens that open or close a thought."""
         return [i for i in ids if i in self._control_ids and i not in self._thought_ids]
 
     def _note(self, ids: Int32, messages: Sequence[Message], tools: Schemas) -> None:

@@ -6,7 +6,7 @@ reply.
     conversation = conversation.continued(new_messages)                 # P + C + B, or rendered again, with the reason
 
 An episode or a gateway session owns the conversation. A conversation is immutable, so several requests may continue the
-same one.
+same conversation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BreakReason(StrEnum):
     OPEN_THOUGHT = "open_thought"
     """The completion ended inside a thought."""
     TOOLS_CHANGED = "tools_changed"
-    """The tools differ from those in the prompt."""
+    """The tools differ from the tools in the prompt."""
     OTHER_MESSAGES = "other_messages"
     """One of the new messages comes neither from a tool nor from a user."""
     THOUGHT_DROPPED = "thought_dropped"

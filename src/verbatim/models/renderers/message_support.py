@@ -253,7 +253,8 @@ class MessageSupport:
     def _folded_behind(
         self, messages: Sequence[Message], first: int, about: tuple[bool, bool, str, Message | None]
     ) -> Folded:
-        """Fold the messages between two turns. `first` is the index of the first one in the conversation."""
+        """Fold the messages between two turns. `first` is the index of the first of these messages in the
+        conversation."""
         given = Folded(messages, range(first, first + len(messages)))
         turn = about[-1]
         foldable = (*SYSTEM_ROLES, *(() if turn is None or turn.get("tool_calls") else ("tool",)))

@@ -216,7 +216,7 @@ _BEFORE: Mapping[str, list[dict[str, Any]]] = {
     "assistant": [ASK, ANSWER],
     "tool": [ASK, calling(), {**RESULT, "content": "zq before zq"}],
 }
-"""The messages before a turn, by the role of the last one."""
+"""The messages before a turn, by the role of the last of these messages."""
 
 
 def _call(number: int, kind: CallKind, word: str) -> dict[str, Any]:

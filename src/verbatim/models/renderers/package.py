@@ -198,7 +198,7 @@ class PackageRenderer(ContinuingRenderer):
         return reasoning or "", settled(content, "<")
 
     def _end_of_plain(self, ids: list[int]) -> int:
-        """The index of the first control token other than those that open or close the thinking."""
+        """The index of the first control token that neither opens nor closes the thinking."""
         seen = set[int]()
         for place, token in enumerate(ids):
             if token in self._control_ids and (token not in self._thought_ids or token in seen):

@@ -1,4 +1,5 @@
-"""Parses sampled tool calls. Every attempt is recorded, only well-formed ones count, and schemas type unquoted text."""
+"""Parses sampled tool calls. Every attempt is recorded, but only well-formed calls count. Text without quotes gets the
+type that the tool's schema declares."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def read_completion(
         ids: The sampled ids.
         prompt_ids: The prompt, which may have opened the thinking.
         tools: The tool schemas.
-        read_calls: Parses the calls from the first one on. If it finds none, the calls that the family's parser found
+        read_calls: Parses the calls, from the first call on. If it finds none, the calls that the family's parser found
             are recorded as unreadable.
         has_thought_marks: True if the format puts thinking between marks. False if a call's form shows that the call is
             outside the thinking.

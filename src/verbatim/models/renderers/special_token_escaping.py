@@ -49,7 +49,7 @@ _ASCII_BREAK, _ASCII_LITERAL, _ASCII_ESCAPE = (json.dumps(mark)[1:-1] for mark i
 _OPEN, _CLOSE = "\ufdd3", "\ufdd4"  # the brackets around control tokens, for the second tokenizer
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates compare with. These are not marked. Any other role is treated as untrusted text."""
+"""Roles that templates compare with. These roles are not marked. Any other role is treated as untrusted text."""
 
 _ATTACHMENTS = ("image", "images", "audio", "audios", "video", "videos", "attachments")
 

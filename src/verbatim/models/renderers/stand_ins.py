@@ -93,7 +93,7 @@ class StandIns:
         return known
 
     def _befores(self) -> Iterator[tuple[_Messages, Any]]:
-        """One conversation of each kind that the template accepts. The first one is a single question."""
+        """One conversation of each kind that the template accepts. The first conversation is a single question."""
         for with_system, tools, has_called, num_turns in product((False, True), (None, [TOOL]), (False, True), (1, 3)):
             messages = [
                 *([SYSTEM] if with_system else []),

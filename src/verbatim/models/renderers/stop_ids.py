@@ -1,4 +1,5 @@
-"""Decides which tokens end a sampled turn: the format's own, and those that the model's generation_config.json adds.
+"""Decides which tokens end a sampled turn: the format's own tokens, and the tokens that the model's
+generation_config.json adds.
 
 The rule is the same for all renderers. Inference servers stop at both kinds, so a model that was published with
 additional ids ends its turns with them. The rule in `bridge` decides how prompts continue: if the format writes a
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def turn_ends(own: Iterable[int | None], tokenizer: Any, name: str) -> tuple[int, ...]:
-    """The ids that end a turn: the format's own, then those listed in the model's generation_config.json.
+    """The ids that end a turn: the format's own ids, then the ids listed in the model's generation_config.json.
 
     Args:
         own: The format's own ids; None entries are ignored.
@@ -79,7 +80,7 @@ def generation_stops(model: str) -> list[int]:
 
 
 def ends_within(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """The stop ids below the model's vocabulary size. A tokenizer or generation_config.json may list larger ones."""
+    """The stop ids below the model's vocabulary size. A tokenizer or generation_config.json may list larger ids."""
     return tuple(dict.fromkeys(token for token in stop_token_ids if token < vocab_size))
 
 

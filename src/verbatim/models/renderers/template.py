@@ -225,7 +225,7 @@ class TemplateRenderer(ContinuingRenderer):
         return [with_arguments(message, as_text=self._arguments_as_text) for message in messages]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
-        """EOS, the tokens with which the template ends turns, and those that generation_config.json adds."""
+        """EOS, the tokens with which the template ends turns, and the tokens that generation_config.json adds."""
         own = [self.tokenizer.eos_token_id, *self._answer_ends()]
         stops = turn_ends(own, self.tokenizer, self.name)
         if not stops:

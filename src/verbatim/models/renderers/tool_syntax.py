@@ -160,8 +160,9 @@ class ToolSyntax:
         return calls, end
 
     def _ends(self, text: str, start: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Candidate ends of a call, as (end of the call's parts, end of the call's close). These are the closes after
-        `start`. In a syntax without closes, they are the beginnings of later attempts and the end of the text."""
+        """Candidate ends of a call, as (end of the call's parts, end of the call's close). The candidates are the
+        closes after `start`. In a syntax without closes, they are the beginnings of later attempts and the end of the
+        text."""
         if not self.closes:
             later = (found.start() for found in self._begins.finditer(text, limit))
             return ((end, end) for end in chain(later, [len(text)]))

@@ -100,7 +100,7 @@ class Exchanges(Generic[T]):
         key: str = "",
         is_retry: bool = False,
     ) -> RequestExchange[T]:
-        """Return the exchange of a request: an earlier exchange if this is a retry, otherwise a new one.
+        """Return the exchange of a request: an earlier exchange if this is a retry, otherwise a new exchange.
 
         Args:
             work: Answers the request, and reports the progress of the answer.

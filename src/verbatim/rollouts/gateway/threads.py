@@ -231,7 +231,7 @@ class Threads(Generic[T]):
         Args:
             match: The request's match.
             answered: True if the request was answered.
-            forget: True to drop the request's messages from the tree, except those that other requests share.
+            forget: True to drop the request's messages from the tree, except messages that other requests share.
         """
         if match.known is not None:
             match.known.num_open -= 1

@@ -47,7 +47,7 @@ class EvaluatedEpisode:
     tool_turns: tuple[int, int] = (0, 0)
     """(1) Number of turns whose tool calls were all well-formed and valid, and (2) number of turns with a tool call."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Values that are summed over all episodes, including failed ones: tokens, repeated requests, judge calls."""
+    """Values that are summed over all episodes, including failed episodes: tokens, repeated requests, judge calls."""
 
     @property
     def key(self) -> Key:

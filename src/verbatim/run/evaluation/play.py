@@ -140,7 +140,7 @@ async def evaluate_models(
     """Yield each model's result as soon as its episodes are played. Episodes in the log are not played again.
 
     Raises:
-        UsageError: the conditions differ from those in the log, or a model or backend cannot be used.
+        UsageError: the conditions differ from the conditions in the log, or a model or backend cannot be used.
         RunStopped: all requests to an API fail.
     """
     plans = plan_evaluation(config, environments, settings)

@@ -135,7 +135,7 @@ def _credited(group: Group, rules: GroupRules) -> Group:
 def rollout_metrics(
     groups: Sequence[AssembledGroup], step: int, succeeded: Mapping[str, bool], max_off_policy_steps: int = 0
 ) -> dict[str, float]:
-    """The metrics of a batch's rollouts, including filtered and failed ones.
+    """The metrics of a batch's rollouts, including filtered and failed rollouts.
 
     Args:
         groups: The batch.

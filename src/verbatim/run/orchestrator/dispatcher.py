@@ -105,7 +105,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """Number of groups in flight, including those without episodes yet."""
+        """Number of groups in flight, including groups that have no episodes yet."""
         return len(self._in_flight)
 
     @property

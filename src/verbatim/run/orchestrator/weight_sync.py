@@ -106,8 +106,8 @@ class Canary:
         published: The trainer's logprobs under the version to check; None to compare nothing.
         before: The trainer's logprobs under the previous version; None at the start.
         tolerance: Largest allowed mean difference of logprobs.
-        cuts: True to also sample tokens from a truncated distribution, and compare their logprobs with those computed
-            from the sampler's logprobs of all ids in their kept sets.
+        cuts: True to also sample tokens from a truncated distribution, and compare their logprobs with the logprobs
+            computed from the sampler's logprobs of all ids in their kept sets.
     """
 
     def __init__(

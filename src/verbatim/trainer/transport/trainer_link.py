@@ -53,7 +53,7 @@ class StepReport:
 class TrainerLink(Protocol):
     """Trains on batches in the order in which they are handed over, and publishes weights after each batch.
 
-    A batch may be handed over while the previous one is still being trained.
+    A batch may be handed over while the previous batch is still being trained.
     """
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:

@@ -96,7 +96,7 @@ class FilesEngine(WeightTransferEngine[FilesInitInfo, FilesUpdateInfo]):
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """The weights to load: those in a folder, or those that a group broadcasts."""
+    """The weights to load: the weights in a folder, or the weights that a group broadcasts."""
 
     path: str | None = None
     """A folder in Hugging Face format, on this machine."""
@@ -113,7 +113,7 @@ class BroadcastEngine(FilesEngine):
     _group: WeightGroup | None = None
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Load the tensors in a folder, or those that the group broadcasts."""
+        """Load the tensors in a folder, or the tensors that the group broadcasts."""
         about = update_info.group
         if about is None:
             self.receive(update_info.path, lambda: Folder(Path(str(update_info.path))))

@@ -3,7 +3,7 @@
 On a CPU, vLLM packs linear weights into opaque handles and empties the parameter, which cannot be read afterwards.
 Therefore `Watch` wraps `process_weights_after_loading`, which builds the kernels. A layer whose kernel was not rebuilt
 has no digest, which shows that the layer is stale. Parameters that still exist after the update (norms, embeddings, and
-on a GPU all weights except those of experts, whose layout kernels change) are digested in their live state too.
+on a GPU all weights except the experts' weights, whose layout kernels change) are digested in their live state too.
 """
 
 import time

@@ -2,9 +2,9 @@
 
 Every rule that detects a change asks two questions. Is the change large enough to matter (a parameter of the rule)? Is
 the change larger than the noise between steps? The second question is answered by a one-sided Mann-Whitney test of the
-recent steps against earlier ones, at the level `SURE`. If nothing changes, all orders of the values are equally likely,
-and the test passes by chance in at most one of 1,000 windows. With 8 steps against 8, it passes only if the two sets of
-values hardly overlap.
+recent steps against earlier steps, at the level `SURE`. If nothing changes, all orders of the values are equally
+likely, and the test passes by chance in at most one of 1,000 windows. With 8 steps against 8, it passes only if the two
+sets of values hardly overlap.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class Groups:
         _, self._group_of = np.unique([t.group_id for t in trajectories], return_inverse=True)
 
     def credit(self, values: Sequence[float | None]) -> float:
-        """The correlation of a value with the reward, after each group's mean is subtracted from both. NaN if the value
-        or the reward is constant within all groups, or if there are no values. Trajectories without a value or reward
-        are ignored.
+        """The correlation of a value with the reward, after each group's mean is subtracted from both the value and the
+        reward. NaN if the value or the reward is constant within all groups, or if there are no values. Trajectories
+        without a value or reward are ignored.
 
         Example: two groups have rewards 0, 1 and 4, 5, and values 2, 4 and 9, 7. The value rises with the reward in one
         group and falls in the other, so the correlation is 0, although it would be 0.92 over all four trajectories.
@@ -300,7 +300,8 @@ def failed(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def paid_without_success(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes with rewards below 1, then those with rewards of at least 1, each in descending order of the reward."""
+    """Outcomes with rewards below 1, then outcomes with rewards of at least 1; each part is sorted by reward, highest
+    first."""
     paid = [(outcome.trajectory.reward, outcome) for outcome in outcomes if outcome.trajectory.reward is not None]
     return [outcome for _, outcome in sorted(paid, key=lambda pair: (is_at_least(pair[0], 1.0), -pair[0]))]
 

@@ -216,8 +216,8 @@ def evaluation_drop(window: Window, *, fall: Fraction, reward_fall: NonNegativeF
 
 
 def _drop(env: str, evaluations: Sequence[_Evaluation], name: str, bound: float, most: float) -> Sight | None:
-    """The `Sight` about the drop of a metric from the best evaluation to the last one; None unless both evaluations
-    have the metric."""
+    """The `Sight` about the drop of a metric from the best evaluation to the last evaluation; None unless both
+    evaluations have the metric."""
     known = [evaluation for evaluation in evaluations if _has(name, evaluation[1], most)]
     if len(known) < 2 or known[-1] is not evaluations[-1]:
         return None

@@ -21,7 +21,7 @@ class StepFigures:
     step: int
     """Number of steps done."""
     metrics: Figures
-    """The step's metrics, without those that are NaN or infinite."""
+    """The step's metrics, without metrics that are NaN or infinite."""
     envs: Mapping[str, Figures] = field(default_factory=dict)
     """Figures of the rollouts by environment, as returned by `rollout_figures`."""
     errors: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class Window:
     """Step and metrics of each evaluation by environment, at most 32, oldest first. The metrics include training
     success in the five steps before the evaluation (`TRAINING`) and its standard error (`TRAINING_ERROR`)."""
     outcomes: Sequence[TrajectoryOutcome] = ()
-    """Outcomes of the latest step: the trajectories of its batch, and those that were dropped before it was built."""
+    """Outcomes of the latest step: the trajectories of its batch, and the trajectories that were dropped before the
+    batch was built."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration as plain values, without secrets."""
 

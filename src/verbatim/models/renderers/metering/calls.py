@@ -143,7 +143,7 @@ class _Formatter(SandboxedFormatter):
         return super().format_field(value, format_spec)
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """Look up a field; private ones are refused."""
+        """Look up a field; private fields are refused."""
         if _PRIVATE.search(field_name):
             raise SecurityError(f"a chat template must not format {field_name[:80]!r}")
         return super().get_field(field_name, args, kwargs)

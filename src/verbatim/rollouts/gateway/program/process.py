@@ -326,7 +326,8 @@ def _child(pid: int) -> str | None:
 
 def kill_marked(mark: str, proc: Path = Path("/proc")) -> int:
     """Kill every process that has this mark in its initial environment, in any session. Repeat this until no such
-    process is left, because these processes may start new ones in the meantime. Return the number of killed processes.
+    process is left, because these processes may start new processes in the meantime. Return the number of killed
+    processes.
 
     Linux only: without /proc nothing is killed. Processes that were started with a different environment are not
     found.

@@ -83,8 +83,8 @@ class Reception:
         self.service.join(self.key, trace.id, session)
 
     async def disconnect(self, loop: AgentLoop) -> RolloutError | None:
-        """End the episode's sessions: cancel their requests in flight, and refuse later ones. Returns the first sampler
-        or record fault that was the answer to a request, or None."""
+        """End the episode's sessions: cancel their requests in flight, and refuse later requests. Returns the first
+        sampler or record fault that was the answer to a request, or None."""
         sessions = self._traces.pop(loop, {})
         for name in sessions:
             self.service.leave(self.key, name)
