@@ -10,8 +10,8 @@ STOPPED = 1
 """The command could not continue: every rollout failed, a process died, the machine failed; or part of its work
 failed."""
 USAGE = 2
-"""There is a mistake in the command, in the configuration, or in a file or folder named in either, which the user has
-to correct."""
+"""The user has to correct a mistake: in the command, in the configuration, or in a file or folder that the command or
+the configuration names."""
 NOTHING_TRAINED = 3
 """The run finished without training a single token; the message has the reason."""
 ALARM = 4

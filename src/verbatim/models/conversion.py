@@ -34,7 +34,7 @@ def to_model_tensors(model: Any, saved: Mapping[str, Tensor]) -> tuple[dict[str,
         conversion are not copied. Shapes are not compared with the model's.
 
     Raises:
-        ModelError: the tensors cannot be converted: one is missing, or their shapes do not match.
+        ModelError: the tensors cannot be converted: a tensor is missing, or shapes do not match.
     """
     converter_of = {
         pattern: converter

@@ -130,7 +130,7 @@ class Thread:
     answer: SampledAnswer
     """The answer of the last turn."""
     others: Others | None = None
-    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which ones do."""
+    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which messages do."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -151,7 +151,7 @@ class Prompt:
     trained: bool = True
     """False if the answer is to be context only."""
     others: Others | None = None
-    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which ones do."""
+    """The messages that hold more than text (see `copies.Others`), or None if it is unknown which messages do."""
 
 
 class EpisodeLoop(abc.ABC):

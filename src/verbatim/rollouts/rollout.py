@@ -68,7 +68,7 @@ def read_openings(trajectories: Sequence[Conversation]) -> list[Opening]:
     """Convert conversations to `Opening`s.
 
     A conversation without an id gets its index as the id. Conversations with the same id are samples of one example,
-    and are numbered unless they have a `sample_index`. Every `trajectory_id` is unique: a repeated one is replaced by
+    and are numbered unless they have a `sample_index`. Every `trajectory_id` is unique: a repeated id is replaced by
     `<example_id>-<number>`.
 
     Raises:

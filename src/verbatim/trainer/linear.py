@@ -20,8 +20,8 @@ LARGE = 1 << 29
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make a model's linear layers call oneDNN, on machines where it is faster; results differ by rounding only. The
-    choice depends on machine and model alone, so runs on one machine stay bit-for-bit reproducible."""
+    """Make a model's linear layers call oneDNN, on machines where oneDNN is faster; results differ by rounding only.
+    The choice depends on machine and model alone, so runs on one machine stay bit-for-bit reproducible."""
     if not onednn_is_faster():
         return
     for module in model.modules():
@@ -30,7 +30,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def product(a_RI: Tensor, b_OI: Tensor) -> Tensor:
-    """`a @ b.T` in the dtype of both, without a graph. For shapes that recur (see `ROW_MULTIPLE`)."""
+    """`a @ b.T` in the dtype that both have, without a graph. For shapes that recur (see `ROW_MULTIPLE`)."""
     if onednn_is_faster() and a_RI.dtype == torch.float32 and a_RI.device.type == "cpu":
         return onednn_product(a_RI, b_OI)
     with torch.autocast(a_RI.device.type, enabled=False):

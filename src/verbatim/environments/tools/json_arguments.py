@@ -192,7 +192,7 @@ def _without_dialects(schema: Any) -> Any:
 
 def _refuse_unbounded(schema: Any) -> None:
     """Refuse a schema that is too large, whose patterns need too much memory, or that makes jsonschema match patterns
-    without our time limit (it does so for unevaluatedProperties)."""
+    without our time limit (jsonschema does this for unevaluatedProperties)."""
     waiting, num_values = [schema], 0
     unevaluated = by_pattern = False
     while waiting:

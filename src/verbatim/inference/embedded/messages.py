@@ -103,7 +103,8 @@ def request_failed(cause: Exception, num_tokens: int = 0) -> SamplerFault:
 
 
 def failure_text(cause: Exception, limit: int) -> str:
-    """The error in one line. If memory ran out, it begins with "out of memory" regardless of the library."""
+    """The error in one line. If memory ran out, the line begins with "out of memory", no matter which library raised
+    the error."""
     if not is_out_of_memory(cause):
         return error_text(cause, limit)
     said = str(cause).partition("\n")[0]

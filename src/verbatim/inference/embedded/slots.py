@@ -36,7 +36,8 @@ class SlotPlacement:
 
 
 class SlotTable:
-    """S slots. The first `num_batch` decode; the others (parked) only keep prefixes of sequences that may return.
+    """S slots. The first `num_batch` slots decode; the other slots (parked) only keep prefixes of sequences that may
+    return.
 
     A sequence has `length` known ids; the keys and values of the first `computed` ids are cached. In a decoding
     sequence, `length` is one more than `computed`; if the difference is larger, there is a prompt to process. So after

@@ -102,7 +102,7 @@ def bounded(params: SamplingParams) -> SamplingParams:
 
 
 def read_ids(value: object, what: str, room: int | None = None) -> Int32:
-    """Read token ids from JSON: int32 [L]. Does not check that they are in the vocabulary; the sampler does.
+    """Read token ids from JSON: int32 [L]. Does not check that the ids are in the vocabulary; the sampler checks this.
 
     Args:
         value: The parsed JSON.

@@ -71,7 +71,7 @@ def damage_of_config(path: Path) -> str | None:
 
 def damage_of_stored(path: Path) -> str | None:
     """Describe the damage of a run folder's configuration; None if it is intact. A file that is truncated between two
-    keys is still valid TOML, so it is also compared with its copy."""
+    keys is still valid TOML, so the file is also compared with its copy."""
     return damage_of_config(path) or _missing_end(path)
 
 

@@ -23,7 +23,7 @@ _NUMBER = 8
 """Bytes of a float64."""
 
 FIRST_PASS = 0.1
-"""Assumed duration of a pass in seconds, until one has been measured."""
+"""Assumed duration of a pass in seconds, until a pass has been measured."""
 
 
 def own_cores() -> int:

@@ -286,7 +286,7 @@ class ContinuingRenderer(abc.ABC):
         return self._controls_of(answer[: self._end_of_turn(answer)])
 
     def _end_of_turn(self, ids: Sequence[int]) -> int:
-        """The index of the token that ends the turn, or the number of ids if none does."""
+        """The index of the token that ends the turn, or the number of ids if no token ends the turn."""
         return next((place for place, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
 
     @cached_property

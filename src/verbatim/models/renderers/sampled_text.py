@@ -1,7 +1,7 @@
 """Decodes sampled ids so that text that merely looks like a control token is not mistaken for a control token.
 
-A model may spell `<tool_call>` out of ordinary tokens. In the decoded text that would be indistinguishable from the
-control token, so `hide` marks it with a noncharacter, and `shown` removes the mark again.
+A model may spell `<tool_call>` out of ordinary tokens. In the decoded text, such a spelling would be indistinguishable
+from the control token, so `hide` marks it with a noncharacter, and `shown` removes the mark again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Splits off a completion's thinking, for families of the package `renderers` whose parser does not do so reliably.
+"""Splits off a completion's thinking, for families of the package `renderers` whose parser does not split off the
+thinking reliably.
 
 The parsers of GLM and DeepSeek V4 treat the marks of thinking and of calls the same way, so they report a call inside a
 thought as an actual call. GLM's parser also always starts inside a thought, even if the prompt did not open one.

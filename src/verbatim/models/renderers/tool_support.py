@@ -65,7 +65,7 @@ class ToolSupport:
         itself, as some models expect.
 
         Raises:
-            ModelError: a part would be left out; the message says which, and what to do.
+            ModelError: a part would be left out; the message names the part, and says what to do.
         """
         calls = any(message.get("tool_calls") for message in messages)
         answers = any(message.get("role") == "tool" for message in messages)

@@ -76,7 +76,8 @@ def sender_of(headers: Mapping[str, str]) -> Sender:
 
 
 def _short(text: str) -> str:
-    """Replace a long string by its digest. The string is only compared with others, and a client chooses its length."""
+    """Replace a long string by its digest. The string is only compared with other strings, and a client could send a
+    very long string."""
     if len(text) <= _LONGEST_KEPT:
         return text
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -49,8 +49,8 @@ class Delivery:
         self._under_way.difference_update(turns)
 
     def went_on(self, turns: Sequence[Turn]) -> None:
-        """Register that the last of these turns was recorded. The client that requested it must have received the
-        answers of the earlier turns that it extends."""
+        """Register that the last of these turns was recorded. The client that requested this turn must have received
+        the answers of the earlier turns that this turn extends."""
         self.arrived(*[turn for turn in self._under_way if turns[-1].extends(turns[turn])])
 
     def settle(self, recorder: Recorder, *, trained: bool) -> dict[str, int]:

@@ -137,7 +137,8 @@ class Sharding:
                 module._buffers[name] = None if buffer is None else buffer.to(self._ranks.device)
 
     def _notice_use(self) -> None:
-        """Record which parameters a backward pass reaches: `drop_unused` removes the gradients of the others."""
+        """Record which parameters a backward pass reaches: `drop_unused` removes the gradients of the other
+        parameters."""
         numbers = {name: i for i, (name, _) in enumerate(self._model.named_parameters())}
         self._used = torch.zeros(len(numbers), dtype=torch.uint8, device="cpu")
 

@@ -207,8 +207,8 @@ class Rule(Protocol):
 
 
 def training_before(steps: Sequence[StepFigures], env: str) -> dict[str, float]:
-    """`TRAINING` and `TRAINING_ERROR` of these steps, for this environment, or for all environments if this one is not
-    trained.
+    """`TRAINING` and `TRAINING_ERROR` of these steps, for this environment, or for all environments if this environment
+    is not trained.
 
     The error is the larger of two estimates: the standard error of the mean over the steps, and the standard error of a
     share of all rollouts in these steps. Example: successes of 0.4 and 0.6 in two steps of 50 rollouts give 0.5, with

@@ -41,7 +41,8 @@ class MeteredContext(Context):
     meter: Meter
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """Like Jinja's, but with the same budget, because macros and blocks run in derived contexts."""
+        """Same as Jinja's `derived`, but the derived context shares the budget, because macros and blocks run in
+        derived contexts."""
         context = super().derived(locals)
         assert isinstance(context, MeteredContext)
         context.meter = self.meter
