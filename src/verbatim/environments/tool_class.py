@@ -236,7 +236,7 @@ def _has_solution(cls: type) -> bool:
 
 class _Method(FunctionTool):
     """A method of the object as a tool. A ValueError in it is reported to the model. A call ends the episode if the
-    object is done after it."""
+    object is done after the call."""
 
     def __init__(self, instance: Any, method: Callable[..., Any]) -> None:
         super().__init__(method)

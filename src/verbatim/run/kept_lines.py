@@ -19,9 +19,8 @@ left alone."""
 
 
 class KeptLines:
-    """The file from which a repeated command continues. Only one process at a time may open it.
-
-    Opening it removes a torn last line and the records of failures, so that these tasks are done again.
+    """The file from which a repeated command continues. Only one process at a time may open the file. Opening the file
+    removes a torn last line and the records of failures, so that the tasks of the removed records are done again.
 
     Args:
         path: The file, created if missing.

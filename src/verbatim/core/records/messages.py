@@ -69,7 +69,7 @@ class ToolCall:
     raw: str = ""
     """The sampled text between the call's delimiters, unchanged."""
     id: str = ""
-    """Identifies the call within its trajectory; the tool message refers to it."""
+    """Identifies the call within its trajectory; the tool message with the call's result has the same id."""
 
 
 @dataclass(frozen=True, kw_only=True)

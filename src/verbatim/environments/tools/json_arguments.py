@@ -21,8 +21,8 @@ from verbatim.core.errors import ComponentError
 from verbatim.environments.tools.tool import ToolArgumentsError
 
 SECONDS = 1.0
-"""CPU time limit, in seconds, for checking the arguments of one call. It is CPU time and not wall-clock time, because
-valid calls must not be refused on a machine that stalls."""
+"""CPU time limit, in seconds, for checking the arguments of one call. The limit is in CPU time, not wall-clock time,
+because valid calls must not be refused on a machine that stalls."""
 MOST_ERRORS = 20
 """Maximum number of errors reported for one call."""
 MOST_VALUES = 100_000

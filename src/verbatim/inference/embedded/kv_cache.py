@@ -123,7 +123,7 @@ def up_to(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionGroup:
-    """Sequences that attend together: B sequences with Q queries each, padded."""
+    """Sequences whose attention is computed together: B sequences with Q queries each, padded."""
 
     rows: Tensor | slice
     """Rows of the pass that are queries: int64 [R], or a range."""

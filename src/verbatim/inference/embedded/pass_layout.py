@@ -1,4 +1,4 @@
-"""Assigns the tokens of one forward pass to rows, and groups sequences that attend together."""
+"""Assigns the tokens of one forward pass to rows, and groups sequences whose attention is computed together."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
 
     Args:
         ids: The ids of every slot: int32 [slots, context].
-        slots: The slots that attend together: int64 [B].
+        slots: The slots whose attention is computed together: int64 [B].
         cached: Number of cached tokens of the shortest of these sequences.
 
     Example: 16 sequences of 150 to 300 cached tokens, the first 140 of which are equal, share 128 tokens.
@@ -131,7 +131,7 @@ def shared_prefix(ids: Int32, slots: Slots, cached: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRange:
-    """Decoding sequences that attend together, padded to the longest sequence."""
+    """Decoding sequences whose attention is computed together, padded to the longest sequence."""
 
     first: int
     """Index of the first sequence among the decoding sequences."""

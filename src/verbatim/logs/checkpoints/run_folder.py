@@ -291,8 +291,8 @@ class RunFolder:
             logger.warning("%s could not be linked to the best checkpoint: %s", self.best, error.strerror or error)
 
     def withdraw(self) -> None:
-        """Remove a new run that failed to start. A run whose warm start has finished is not removed, because it can be
-        resumed from there.
+        """Remove a new run that failed to start. A run whose warm start has finished is not removed, because the run
+        can be resumed from the end of its warm start.
 
         A time-stamped folder is deleted. In a folder that the user named, the logs are kept.
         """
