@@ -191,7 +191,8 @@ def _refuse_odd_files(folder: Path) -> None:
 
 
 def _run_of(log: Path) -> Path:
-    """The run folder that contains a log, an outcome file, or the folder of either."""
+    """The run folder of a log. The log is the run folder itself, a file or folder in the run folder, or an outcome
+    file."""
     if log.is_dir() and (log / "config.toml").is_file():
         return log
     return log.parent.parent if log.suffix == ".parquet" else log.parent
