@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product_of_columns(a_RA: Tensor, b_RB: Tensor) -> Tensor:
-    """`a.T @ b`, [A, B]. oneDNN copies its first factor, so the narrower one goes first."""
+    """`a.T @ b`, [A, B]. oneDNN copies its first factor, so the narrower factor goes first."""
     if a_RA.shape[1] <= b_RB.shape[1]:
         return onednn_product(a_RA.T, b_RB.T)
     return onednn_product(b_RB.T, a_RA.T).T.contiguous()

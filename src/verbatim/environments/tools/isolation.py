@@ -176,7 +176,7 @@ exec setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all --securebit
   --no-new-privs bash -c "{script}"
 """
 _MOUNTING = ("CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETPCAP")
-"""Capabilities that `_WORK` and `_SEAL` need. `_SEAL` drops them at its end."""
+"""Capabilities that `_WORK` and `_SEAL` need. The last thing that `_SEAL` does is to drop these capabilities."""
 
 
 def _bubblewrap(limits: SandboxLimits, script: str, shown: Mapping[str, str] | None = None) -> list[str]:

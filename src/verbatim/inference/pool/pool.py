@@ -186,7 +186,7 @@ class ReplicaPool:
         """Check the replicas' initial weights.
 
         Raises:
-            RunStopped: a replica does not hold these weights; the message names it.
+            RunStopped: a replica does not hold these weights; the message names the replica.
             EngineDead: no replica is left.
         """
         self._begin()

@@ -79,7 +79,8 @@ def _table(title: str, runs: Sequence[Run], asked: Sequence[tuple[str, Callable[
 
 
 def last_mean(run: Run, metric: str) -> float:
-    """The mean of a metric over the last `LAST` of the run's steps that have the metric; NaN if no step has it."""
+    """The mean of a metric over the last `LAST` of the run's steps that have the metric; NaN if no step has the
+    metric."""
     values = [value for _, value in run.series(metric)[-LAST:]]
     return statistics.fmean(values) if values else math.nan
 

@@ -224,7 +224,7 @@ class MlflowMonitor(ServiceMonitor[_Record]):
 
 
 def _key(name: str) -> str:
-    """Convert a name to one that MLflow accepts, with letters, digits and `_-. :/` only.
+    """Convert a name to a name that MLflow accepts, with letters, digits and `_-. :/` only.
 
     >>> _key("errors/tool (late)")
     'errors/tool _late_'

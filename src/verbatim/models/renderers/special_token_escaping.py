@@ -41,7 +41,8 @@ from verbatim.models.renderers.renderer import Schemas
 ESCAPE = "\ufdd0"
 """The first character of every mark, a Unicode noncharacter."""
 BREAK = ESCAPE + "\ufdd1"
-"""Prevents the text on both sides of it from forming a control token."""
+"""A mark that separates text: the text before the mark and the text after the mark cannot form a control token
+together."""
 LITERAL = ESCAPE + "\ufdd2"
 """Represents U+FDD0 itself in marked text."""
 _ASCII = "\\ufdd"  # how marks begin in ASCII JSON; in marked text, a break separates these characters

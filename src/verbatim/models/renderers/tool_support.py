@@ -1,4 +1,5 @@
-"""Finds by rendering whether a chat format writes tools, calls and answers. Refuses conversations that would lose any.
+"""Finds by rendering whether a chat format writes tools, calls and answers. Refuses conversations whose tools, calls or
+answers would be lost.
 
 A template without tool support ignores tools silently: their schemas are missing from the prompt, and a call becomes an
 empty turn. A model would then be trained on episodes in which it never saw its tools.

@@ -379,7 +379,7 @@ class Dispatcher:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. The groups listed in it are run again first."""
+        """Continue from `state_dict`. The groups listed in the state are run again first."""
         self.schedule.load_state_dict(state["schedule"])
         self._again = [self.schedule.lookup(h["env"], h["example_id"], h["index"]) for h in state["held"]]
 

@@ -99,7 +99,7 @@ class EarlyStopping:
     """The steps of the evaluations since the last improvement."""
 
     def observe(self, step: int, value: float) -> None:
-        """Add a measured evaluation. It is ignored once there is a reason to stop."""
+        """Add a measured evaluation. The evaluation is ignored if there already is a reason to stop."""
         if self.reason is not None:
             return
         if improves(self.rule, value, self.best, self.rule.min_delta):

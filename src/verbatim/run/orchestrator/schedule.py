@@ -72,7 +72,7 @@ class RunSchedule:
     keeps_best: bool = False
     """True if the checkpoint of the best evaluation is kept."""
     learns_from_advantages: bool = True
-    """True if a token with advantage 0 has no gradient: there is no teacher, and the loss is a built-in one."""
+    """True if a token with advantage 0 has no gradient: there is no teacher, and the loss is a built-in loss."""
     canary_tolerance: float = 1e-4
     """Largest allowed mean difference between the sampler's and the trainer's logprobs after a weight update."""
     checks_kept_sets: bool = False
