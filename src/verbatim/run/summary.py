@@ -29,7 +29,8 @@ values appear only per environment."""
 
 
 def best_constants(environments: Mapping[str, Environment]) -> dict[str, float]:
-    """Success rate of the best policy that ignores its observations, by label, for environments that know it."""
+    """Success rate of the best policy that ignores its observations, by label, for environments that report this
+    rate."""
     return {
         label: float(environment.best_constant_policy_success())
         for label, environment in environments.items()

@@ -34,7 +34,7 @@ def read_input(body: Mapping[str, Any]) -> tuple[Message, ...]:
     """Read the conversation in a request's instructions and input.
 
     Example: the reasoning item "hm", the message "I add" and a call of `add` become one assistant message, because they
-    were sampled as one.
+        were sampled as one turn.
 
     Raises:
         BadField: an item is malformed, or has no place in a text-only conversation.

@@ -111,7 +111,7 @@ class HttpSampler:
         """Create a sampler and query its server without blocking the event loop. `settings` are arguments of the class.
 
         Raises:
-            UsageError: the server does not report a required fact; the message names it.
+            UsageError: the server does not report a required fact; the message names the fact.
             SamplerFault: the server cannot be reached, or refuses the key.
         """
         sampler = cls(url, **settings)

@@ -68,8 +68,8 @@ async def serve_sampler(
             code may use the renderer meanwhile. Its `decode` is called on the sampler's thread to find stop strings.
         model: The model's name in requests.
         api_key: Key that requests must carry as a bearer token; None if no key is required.
-        seed: Seeds the generator that draws a seed for each request without one. None: the drawn seeds differ from run
-            to run.
+        seed: Seeds the generator that draws a seed for each request without a seed. None: the drawn seeds differ from
+            run to run.
         limits: Limits of the server; None for the defaults.
         weights_folder: Weights are accepted only from subfolders of this folder. If None, they are accepted from any
             folder, but only with the key.

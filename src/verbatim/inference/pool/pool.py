@@ -156,7 +156,7 @@ class ReplicaPool:
     # ---- replicas
 
     async def update_replicas(self, path: Path, version: int, check: WeightCheck | None) -> None:
-        """Load a Hugging Face folder on all replicas at the same time, and check each one.
+        """Load a Hugging Face folder on all replicas at the same time, and check each replica.
 
         Returns once at least one replica serves the version, and every other replica serves it too, is out, or is being
         restarted.

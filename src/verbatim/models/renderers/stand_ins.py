@@ -1,4 +1,4 @@
-"""Finds what a chat template writes after an assistant's turn, by rendering turns that stand in for the sampled one.
+"""Finds what a chat template writes after an assistant's turn, by rendering turns that stand in for the sampled turn.
 
 The sampled turn itself is not rendered, because the template might not write it the way it was sampled. Let H be the
 messages of the prompt, and N the messages to append. A stand-in X is a turn with the same number, names and ids of
@@ -11,8 +11,8 @@ calls, with conversations of one and of three turns, with and without a system m
 the text is the same for all of these, a conversation of one question replaces a long H, so that the cost of a bridge
 does not grow with the conversation. Otherwise, and always in short conversations, H itself is rendered.
 
-A stand-in thinks if the generation prompt has opened a thought, and does not if the prompt has closed one. If the
-prompt has done neither, both kinds are tried.
+A stand-in thinks if the generation prompt has opened a thought, and does not think if the prompt has closed a thought.
+If the prompt has done neither, both kinds are tried.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _Messages = Sequence[Mapping[str, Any]]
 _SHORT = 16
 """Conversations of up to this many messages are always rendered as they are."""
 _LEAST = 2
-"""Number of stand-ins that the template has to accept. With a single stand-in, there would be nothing to agree with
-it."""
+"""Number of stand-ins that the template has to accept. A single stand-in could not be compared with another."""
 _SHAPES = 256
 """Number of cached shapes of turns and answers."""
 _END = "zqend"
