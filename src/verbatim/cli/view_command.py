@@ -1,4 +1,4 @@
-"""`verbatim view RUN`: shows runs as a page in the browser, or exports it as an HTML file."""
+"""`verbatim view RUN`: shows runs as a page in the browser, or exports the page as an HTML file."""
 
 from __future__ import annotations
 

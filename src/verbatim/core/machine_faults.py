@@ -34,7 +34,7 @@ _PYTHON = re.compile(r"^\[Errno \d+\] ")
 
 
 def is_machine_fault(error: BaseException) -> bool:
-    """True if an error, or one in its chain of causes and contexts, is a fault of the machine."""
+    """True if an error, or an error in its chain of causes and contexts, is a fault of the machine."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

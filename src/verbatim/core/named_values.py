@@ -17,7 +17,7 @@ _QUOTED = rf"""(?P<quote>{_QUOTE})(?P<value>(?:(?!(?<!\\)(?P=quote))[^\n])+)(?=(
 """A quoted value. It ends at the same kind of quote, after the same number of backslashes, and may contain quotes of
 other kinds."""
 _LITERAL = r"""\\(?![nrt"'\\])"""
-"""A literal backslash, that is, one that does not escape anything."""
+"""A literal backslash, that is, a backslash that does not escape anything."""
 _SETTINGS = (
     # A lookahead matches a quoted value without consuming it, because it may be JSON with names of its own.
     re.compile(rf"""{_NAME}(?:{_QUOTE})?\s*(?:=>|[=:])\s*(?=(?:""|'')?{_QUOTED})"""),

@@ -144,8 +144,8 @@ async def _score_together(
     timeout: float,  # noqa: ASYNC109
 ) -> list[Trajectory]:
     """Replace the rewards of the completed trajectories by the rewards that `score_group` returns. If `score_group`
-    fails, the whole group fails, but not the run. `score_group` has the timeout of one episode; if it ignores its
-    cancellation, it is abandoned."""
+    fails, the whole group fails, but not the run. `score_group` has the timeout of one episode; a `score_group` that
+    ignores its cancellation is abandoned."""
     completed = [t for t in trajectories if t.error is None]
     if not completed:
         return trajectories

@@ -45,7 +45,7 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 """Upper limit in seconds for the doubled pause."""
 LONGEST_RETRY_AFTER = 120.0
-"""Longest `Retry-After` in seconds that the client waits for. A longer one makes the failure final."""
+"""Longest `Retry-After` in seconds that the client waits for. A longer `Retry-After` makes the failure final."""
 CONNECT = 10.0
 """Timeout in seconds for connecting, and for requests that do not sample."""
 MAX_ANSWER_BYTES = 2**28

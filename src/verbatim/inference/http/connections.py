@@ -22,8 +22,8 @@ from verbatim.inference.http.doors import ConnectionTable, Door
 from verbatim.inference.http.limits import CONNECTION, DOOR, TINY_CHUNKS
 
 _KEEP_ALIVE = 75
-"""Seconds for which an idle connection is kept. Our clients keep it for a shorter time, so that the client closes first
-and no request arrives while the server is closing the connection."""
+"""Seconds for which an idle connection is kept. Our clients keep an idle connection for a shorter time, so that the
+client closes first and no request arrives while the server is closing the connection."""
 _GRACE, _POLL = 5.0, 0.01
 """Seconds that requests in flight get to finish when the server stops, and seconds between two checks whether they have
 finished."""

@@ -184,7 +184,7 @@ class ResponseWriter:
     """Writes the response to one request. Its methods raise a ConnectionError if the client has disconnected.
 
     Args:
-        scope, send: Those of the ASGI request.
+        scope, send: The ASGI request's scope and send function.
         protocol: Formats errors.
     """
 

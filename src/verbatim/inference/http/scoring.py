@@ -1,6 +1,6 @@
 """Requests the logprobs of given ids from vLLM's token endpoint, and reads the responses.
 
-Every request has a `top_k`, because a server that returns kept sets refuses requests without one.
+Every request has a `top_k`, because a server that returns kept sets refuses requests without a `top_k`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID = "mlflow_run_id"
-"""File in the run folder with the id of the MLflow run, so that a resumed run continues it."""
+"""File in the run folder with the id of the MLflow run, so that a resumed run continues the same MLflow run."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """MLflow's status for each final state of a run."""
 _BATCH, _PARAMS = 1000, 100

@@ -30,7 +30,7 @@ from verbatim.logs.monitors.values import finite
 logger = logging.getLogger(__name__)
 
 RUN_ID = "wandb_run_id"
-"""File in the run folder with the id of the W&B record, so that a resumed run continues it."""
+"""File in the run folder with the id of the W&B record, so that a resumed run continues the same W&B record."""
 _NOT_IN_PROJECTS = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 _MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")

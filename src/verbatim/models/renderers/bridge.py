@@ -253,8 +253,8 @@ class ContinuingRenderer(abc.ABC):
     def end_texts(self) -> list[str]:
         """The control tokens that end turns, as text.
 
-        generation_config.json may also list plain-text tokens. These end sampled turns, but in rendered text they are
-        ordinary words, so they are left out here.
+        generation_config.json may also list plain-text tokens. Such tokens end sampled turns, but are ordinary words in
+        rendered text, so they are left out here.
         """
         return [self.decode([i]) for i in self.stop_token_ids if i in self._control_ids]
 

@@ -92,11 +92,11 @@ class CallIds:
         return calls, self._answers(new, len(messages) + 1, given, own, num_calls + len(own))
 
     def sampled(self, call: ToolCall) -> ToolCall:
-        """A sampled call, without its id if the id does not have the format's form."""
+        """A sampled call, without its id if the id does not have the form that the format requires."""
         return replace(call, id="") if self.form == "nine" and not self._is_own(call.id, "") else call
 
     def _turn(self, turn: Message, num_before: int, used: set[str]) -> tuple[Message, list[str], list[str]]:
-        """(the turn with ids in the format's form, the calls' previous ids, the calls' new ids)."""
+        """(the turn with ids in the form that the format requires, the calls' previous ids, the calls' new ids)."""
         calls = cast(Any, turn.get("tool_calls") or ())
         given = _ids([turn])
         own = [

@@ -91,7 +91,8 @@ class CallableTools:
 
 
 def _required(function: Mapping[str, Any]) -> list[str]:
-    """The parameters that a tool requires. Schemas come from environments; a malformed one counts as requiring none."""
+    """The parameters that a tool requires. Schemas come from environments; a malformed schema counts as requiring no
+    parameters."""
     parameters = function.get("parameters")
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
     return [key for key in required if isinstance(key, str)] if isinstance(required, (list, tuple)) else []

@@ -222,7 +222,8 @@ class Watch:
 
 
 def is_of_a_checkpoint(module: nn.Module) -> bool:
-    """True if a checkpoint must have the module's parameters. Others, such as scales of the KV cache, may be absent."""
+    """True if a checkpoint must have the module's parameters. Other parameters, such as scales of the KV cache, may be
+    absent."""
     return (
         isinstance(module, LinearBase | VocabParallelEmbedding)
         or "Norm" in type(module).__name__

@@ -265,7 +265,7 @@ def oldest(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[Trajecto
 
 
 def without_a_call(outcomes: Sequence[TrajectoryOutcome], sight: Sight) -> list[TrajectoryOutcome]:
-    """Outcomes that were offered tools but have no valid call. Those whose text looks like a call come first."""
+    """Outcomes that were offered tools but have no valid call. Outcomes whose text looks like a call come first."""
     found = [
         outcome
         for outcome in outcomes

@@ -133,8 +133,8 @@ def reward_hacking(
 def _rise(
     window: Window, name: str, count: int, env: str, *, missing: float | None = None
 ) -> tuple[float, float] | None:
-    """The earlier median of a figure (the higher one, if there are two earlier windows) and its current median; None if
-    the figure has not risen significantly above all earlier windows."""
+    """The earlier median of a figure (the higher median, if there are two earlier windows) and its current median; None
+    if the figure has not risen significantly above all earlier windows."""
     now, earlier = window.recent(name, count, env, missing=missing), window.earlier(name, count, env, missing=missing)
     if not now or not earlier or not all(rises(values, now) for values in earlier):
         return None
