@@ -40,8 +40,8 @@ class ToolClass:
     Args:
         environment: The class, a function that creates an object, or the import path of either.
         data: Rows, as for `SingleTurn`. If None, there are 100 seeds for training and 50 for evaluation instead.
-        reward: Reward functions, as for `SingleTurn`. Those written for TRL may take `environments`.
-        prompt: The field with the prompt, if the data has one.
+        reward: Reward functions, as for `SingleTurn`. Functions written for TRL may take `environments`.
+        prompt: The field with the prompt, if the data has such a field.
         user_prompt: The user's message if the data has no prompt.
         system_prompt: A system message in front of the user's message.
         eval_data: As for `SingleTurn`.

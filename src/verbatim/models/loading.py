@@ -194,7 +194,7 @@ def load_tokenizer(name: str | Path) -> Any:
     For a hub id, generation_config.json is downloaded too: renderers read additional end-of-turn tokens from it.
 
     Raises:
-        ModelError: no tokenizer, a slow one, or one without a chat template.
+        ModelError: there is no tokenizer, or the tokenizer is slow or has no chat template.
     """
     source = str(Path(name).expanduser()) if is_adapter(name) else find_source(name)
     with refusing(f"model {str(name)!r} has no tokenizer that can be loaded"):

@@ -119,7 +119,7 @@ class SampledAnswer:
 @dataclass(kw_only=True, eq=False, slots=True)
 class Thread:
     """One agent's conversation up to and including its last turn. Treat it as immutable. It is not a frozen dataclass
-    because every turn creates a `Thread`, and creating a frozen one takes three times as long."""
+    because every turn creates a `Thread`, and creating a frozen dataclass takes three times as long."""
 
     turn: int
     """The index of the last turn."""

@@ -105,7 +105,7 @@ def load_frozen(
     Args:
         source: A folder or hub id in Hugging Face format.
         name: Name of its logprob stream, for messages.
-        beside: The model in training. Both must have the same vocabulary size.
+        beside: The model in training. The frozen model and the model in training must have the same vocabulary size.
         dtype: Dtype of the weights.
         seq_len: Maximum number of tokens in a sample, 0 if unknown.
         only_attention: Refuse a model that mixes tokens outside attention and so cannot compute trees.

@@ -38,7 +38,7 @@ class SampleEnds:
     def longest(self, turn: Turn) -> tuple[int, int] | None:
         """(number, length) of the longest open sample that is an exact prefix of the turn's prompt; None at a break.
 
-        A shorter sample must not win over a longer one, because the sampled tokens of the longer sample would then
+        A shorter sample must not win over a longer sample, because the sampled tokens of the longer sample would then
         count as tokens of the environment. Among equally long samples the earliest wins.
         """
         ends, length = self._ends, turn.path.length - len(turn.completion_ids)

@@ -167,7 +167,7 @@ def find_strategy(name: str) -> Strategy:
 
 def _check_runs(strategy: str, runs: list[list[int]], kept: Sequence[tuple[int, Turn]]) -> None:
     """Check that every turn occurs once, and that joined turns extend each other. A failure raises a ComponentError for
-    a user's own strategy, and an AssertionError for a built-in one."""
+    a user's own strategy, and an AssertionError for a built-in strategy."""
     fault = None
     if strategy not in STRATEGIES and not _is_lists(runs):
         fault = f"gave {shown(runs, 80)}"

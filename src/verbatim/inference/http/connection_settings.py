@@ -98,7 +98,8 @@ def named_key(url: str, named: str | None) -> str | None:
 
 
 def proxy_of_environment(url: str) -> str | None:
-    """The proxy from HTTP_PROXY, HTTPS_PROXY or ALL_PROXY; None if none is set, or if NO_PROXY excludes the host."""
+    """The proxy from HTTP_PROXY, HTTPS_PROXY or ALL_PROXY; None if no proxy is set, or if NO_PROXY excludes the
+    host."""
     parts, proxies = urlsplit(url), urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or urllib.request.proxy_bypass(parts.netloc):

@@ -215,7 +215,7 @@ def _is_json_item(item: object) -> bool:
 def types_of(tools: object, name: object, parameter: str) -> frozenset[str]:
     """The JSON types that a parameter of a tool may have; empty if the schema declares none.
 
-    Schemas come from environments; a malformed one declares no types.
+    Schemas come from environments; a malformed schema declares no types.
 
     >>> look = {"name": "look", "parameters": {"properties": {"at": {"anyOf": [{"type": "null"}, {"type": "string"}]}}}}
     >>> sorted(types_of([{"type": "function", "function": look}], "look", "at"))

@@ -42,7 +42,7 @@ class BranchReason(StrEnum):
     SAME_PROMPT = "same_prompt"
     """The prompt has been answered before, and this is a further answer to it."""
     COMPACTION = "compaction"
-    """A shorter history replaces a longer one."""
+    """A shorter history replaces a longer history."""
     HISTORY_EDITED = "history_edited"
     """A message was changed, or the client went back to an earlier point."""
     REASONING_STRIPPED = "reasoning_stripped"
@@ -324,7 +324,7 @@ class Threads(Generic[T]):
         return BranchReason.NEW_CONVERSATION, "no message except the system prompt was seen before"
 
     def _shortened(self, walk: _Walk[T], agent: str) -> str | None:
-        """Return the evidence that a shorter history has replaced a longer one, or None. There is evidence if the
+        """Return the evidence that a shorter history has replaced a longer history, or None. There is evidence if the
         request has fewer messages, and either some of these messages were at other places before, or one of them quotes
         the last answer, as a summary does."""
         longest, message = self._longest.get(agent, 0), walk.first_new

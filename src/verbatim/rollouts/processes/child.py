@@ -51,7 +51,8 @@ def main(descriptor: int, parent: int) -> None:
 
 def _be_a_copy(connection: socket.socket, selector: selectors.BaseSelector) -> None:
     """Detach a forked copy of this process from the run, and restore the copy's signal handlers. Both processes share
-    one epoll instance: if the copy went on using it, it would consume or change the events of the original process."""
+    one epoll instance: if the copy continued to use this instance, the copy would consume or change the events of the
+    original process."""
     connection.close()
     selector.close()
     end_at_presses()

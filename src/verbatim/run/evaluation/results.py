@@ -22,7 +22,7 @@ class ExampleResult:
     num_failed: int
     num_successes: int
     mean_reward: float
-    """The mean reward of the episodes that have a reward; NaN if no episode has one."""
+    """The mean reward of the episodes that have a reward; NaN if no episode has a reward."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
     """pass@k by k."""
     first_error: str | None = None

@@ -121,7 +121,7 @@ class Canary:
         """The largest mean difference found, over samplers; NaN if nothing was compared."""
 
     async def prepare(self, sampler: Sampler) -> None:
-        """Put the last probe into the prefix cache, if the sampler has one that can be queried."""
+        """Put the last probe into the prefix cache, if the sampler has a prefix cache that can be queried."""
         if self._published is not None and isinstance(sampler, AsksPrefixCache):
             await sampler.cached_logprob(cached_prefixes(self._published)[-1])
 

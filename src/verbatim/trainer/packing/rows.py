@@ -20,8 +20,8 @@ def pack_rows(samples: Sequence[TrainingSample], *, micro_batch_tokens: int, kee
     `source_positions = [1, 3]`, `target_ids = [3, 5]`, `offsets = [2, 4]`.
 
     Args:
-        samples: The samples. Those of one trajectory share its `trajectory_id`, and a loss on whole trajectories sees
-            them concatenated in this order.
+        samples: The samples. The samples of one trajectory share its `trajectory_id`, and a loss on whole trajectories
+            sees them concatenated in this order.
         micro_batch_tokens: Maximum tokens in a micro-batch; a longer sample is alone in its micro-batch.
         keep_whole: Keep all samples of a trajectory in one micro-batch if they fit.
 

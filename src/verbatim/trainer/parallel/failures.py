@@ -159,7 +159,7 @@ class Failures:
         return RunStopped(f"the trainer's processes lost each other: {one_line(error)}")
 
     def wait_for_first(self) -> Failure | None:
-        """Wait for the first recorded failure; None if none is recorded in time."""
+        """Wait for the first recorded failure; None if no failure is recorded in time."""
         until = time.monotonic() + 2 * GRACE  # rank 0 itself may wait `GRACE` before it records a cause
         with contextlib.suppress(dist.DistError):  # the store ends with rank 0
             while time.monotonic() < until:

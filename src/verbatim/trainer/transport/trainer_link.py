@@ -45,7 +45,8 @@ class StepReport:
     probes: Probes | None = None
     """The logprobs of the fixed probes under the new version; None if this trainer does not compute probes."""
     state: Path | None = None
-    """The folder with the trainer's part of a checkpoint, if one was requested. The caller moves the folder away."""
+    """The folder with the trainer's part of a checkpoint, if a checkpoint was requested. The caller moves the folder
+    away."""
     tokens: TrainedTokens | None = None
     """The trainer's logprob and gradient of each trained token; None if they are not kept."""
 
