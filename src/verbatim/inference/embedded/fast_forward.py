@@ -31,8 +31,8 @@ _ROW_MULTIPLE = 16
 """Passes are padded to a multiple of this many rows, because oneDNN prepares a kernel for each number of rows, which
 takes half a millisecond, and keeps only 1,024 kernels."""
 _WORTH_A_CALL = 1 << 20
-"""A matrix product with at least this many multiplications is faster with oneDNN than with MKL, although a call of
-oneDNN costs 10 us more."""
+"""A matrix product with at least this many multiplications is faster with oneDNN than with MKL, although each call of
+oneDNN has an overhead of 10 us."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

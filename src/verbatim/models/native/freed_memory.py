@@ -17,8 +17,8 @@ off."""
 KEPT = 2**30
 """Maximum amount of freed memory, in bytes, that is kept at the end of the heap."""
 PADDING = 64 * 2**20
-"""Number of bytes by which a heap grows. `KEPT` applies to the first thread's heap. The heap of any other thread
-consists of parts of `PADDING` bytes, and therefore keeps freed memory too."""
+"""Number of bytes by which a heap grows. The heap of any thread but the first consists of parts of this size. Because
+the parts are so large, such a heap keeps freed memory too."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
