@@ -52,8 +52,8 @@ def compile_layers(model: Any) -> None:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for any number of tokens, in up to `_MOST_VARIANTS` versions. torch 2.11 and 2.12 have that
-    limit for the whole process only."""
+    """The function compiled for any number of tokens, in up to `_MOST_VARIANTS` versions. In torch 2.11 and 2.12, the
+    limit can be set only for the whole process."""
     compiled: Any = torch.compile
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return compiled(function, dynamic=True, recompile_limit=_MOST_VARIANTS)  # type: ignore[no-any-return]

@@ -120,7 +120,8 @@ class DeviceBatch(DeviceTargets):
 
     @property
     def speaks(self) -> bool:
-        """True on the one rank that reports results which are the same on all ranks sharing the micro-batch."""
+        """True on one of the ranks that share the micro-batch. Results that are the same on all of these ranks are
+        reported only by this rank."""
         return self._sequence is None or self._sequence.leads
 
     def gathered(self, values_M: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Trainer:
     Training draws no random numbers: the same weights, state and batch give the same optimizer step.
 
     In a distributed run (`ranks`), each process constructs a `Trainer` with the same arguments. Call the methods on
-    rank 0 only, as if rank 0 were alone: each method sends an order to the other ranks, which execute the order in
+    rank 0 only, as if rank 0 were alone: each method sends a command to the other ranks, which execute the command in
     `obey`.
     """
 
@@ -164,8 +164,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Take `optimizer_steps_per_batch` optimizer steps on disjoint parts of a batch.
 
-        With fewer trajectories than that, it takes fewer steps. On a batch without a trained token, it takes no step:
-        weights, optimizer and schedule stay unchanged, because the schedule counts optimizer steps, not batches.
+        A batch with fewer trajectories than that gets fewer steps. On a batch without a trained token, it takes no
+        step: weights, optimizer and schedule stay unchanged, because the schedule counts optimizer steps, not batches.
 
         Args:
             samples: The batch.

@@ -77,7 +77,8 @@ class TrainerWorker:
             hidden.register_hook(lambda grad: self._take_cores())
 
     def _take_cores(self) -> None:
-        """Set torch's number of threads to the number of cores that the sampler leaves free, if it has changed."""
+        """If the number of cores that the sampler leaves free has changed, set torch's number of threads to that
+        number."""
         assert self._cores is not None
         if torch.get_num_threads() != (free := self._cores.threads_for_pass()):
             torch.set_num_threads(free)

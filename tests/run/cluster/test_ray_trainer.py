@@ -12,7 +12,8 @@ from verbatim.config import make_config
 from verbatim.core.errors import RunStopped
 from verbatim.core.types import TrainingSample
 from verbatim.run.cluster.folders import ship
-from verbatim.run.cluster.ray_trainer import RanksLost, RayRanks, RayTrainer
+from verbatim.run.cluster.ray_ranks import RanksLost, RayRanks
+from verbatim.run.cluster.ray_trainer import RayTrainer
 from verbatim.run.cluster.shipments import Shipments
 from verbatim.trainer.transport import TrainerReady
 from verbatim.trainer.transport.trainer_messages import read_message_bytes

@@ -38,8 +38,9 @@ def ppo_loss(
     Without the dual clip, `w` is unbounded where A < 0. So a token that has become much more likely since sampling can
     have an unbounded gradient.
 
-    Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1` it is clipped to 1.28: the loss is -1.28, without
-    gradient. With `A = -1` it is not clipped: the loss is 2 and the gradient is 2. With `dual_clip = 1.5` the loss is
+    Example: `l = log 0.5`, `m = log 0.25`: `w = 2`. With `A = 1`, `w` is clipped to 1.28: the loss is -1.28, without
+        gradient. With `A = -1`, `w` is not clipped: the loss is 2 and the gradient is 2. With `dual_clip = 1.5` the
+        loss is
     1.5, without gradient.
 
     Args:

@@ -75,7 +75,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 def segment_means(values: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """Return (1) the mean of each segment and (2) for each value the index of its segment in the means.
 
-    Values belong to the same segment if their segment numbers are equal; they need not be adjacent.
+    Values belong to the same segment if their segment numbers are equal; the values of a segment need not be adjacent.
 
     Args:
         values: Float [M].

@@ -162,7 +162,7 @@ class HttpReplica(ServedReplica):
     # ---- the Sampler protocol
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call cancels it on the server.
+        """Sample one completion. Cancelling the call cancels the request on the server.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
@@ -290,7 +290,7 @@ class HttpReplica(ServedReplica):
         """The server's current load.
 
         Raises:
-            SamplerFault: the server does not report it.
+            SamplerFault: the server does not report its load.
         """
         answer = await self._ask("load", "GET", protocol.LOAD)
         figures = {field.name: answer.get(field.name) for field in fields(ReplicaLoad)}

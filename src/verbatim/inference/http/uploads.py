@@ -1,5 +1,5 @@
-"""Uploads a published folder, in parts, to a host that has no access to it. Uploads can be resumed and are verified by
-sha256."""
+"""Uploads a published folder, in parts, to a host that has no access to the folder. Uploads can be resumed and are
+verified by sha256."""
 
 from __future__ import annotations
 

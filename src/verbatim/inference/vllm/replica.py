@@ -161,7 +161,7 @@ class VllmReplica(ServedReplica):
     # ---- the Sampler protocol
 
     async def generate(self, request: SampleRequest) -> Completion:
-        """Sample one completion. Cancelling the call cancels it on the server.
+        """Sample one completion. Cancelling the call cancels the request on the server.
 
         Raises:
             RecordError: the prompt is empty or too long, or an id is outside the vocabulary.
@@ -281,7 +281,8 @@ class VllmReplica(ServedReplica):
         return await path_there(self._client, path, version, shares_folders=shares_folders, deliver=self._deliver)
 
     async def sleep(self) -> None:
-        """Release the device's memory: weights and KV cache. The next `update_weights` takes it back and loads weights.
+        """Release the device's memory: weights and KV cache. The next `update_weights` allocates the memory again and
+        loads weights.
 
         Raises:
             SamplerFault: the server failed or took too long; the message names the replica and the phase.

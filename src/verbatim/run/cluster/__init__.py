@@ -6,7 +6,8 @@ placement.py      resources and placement groups, shown and checked before anyth
 folders.py        folders through the object store
 node_folder.py    the folder of a run on one node
 rank_actor.py     one trainer rank                      (on a node)
-ray_trainer.py    the link to the ranks, and restarts   (in the orchestrator's process)
+ray_ranks.py      the actors of all ranks               (in the orchestrator's process)
+ray_trainer.py    the link to them, and restarts        (in the orchestrator's process)
 replica_actor.py  one server of the sampler             (on a node)
 replicas.py       the servers of the sampler's pool     (in the orchestrator's process)
 ```

@@ -18,7 +18,8 @@ from verbatim.logs.monitors.live import LiveView
 from verbatim.rollouts.workers.worker import WorkerContext
 from verbatim.run.cluster.placement import Reserved, reserve
 from verbatim.run.cluster.rank_actor import ActorSetup
-from verbatim.run.cluster.ray_trainer import RayRanks, RayTrainer
+from verbatim.run.cluster.ray_ranks import RayRanks
+from verbatim.run.cluster.ray_trainer import RayTrainer
 from verbatim.run.cluster.replicas import RayServers
 from verbatim.run.cluster.shipments import Shipments
 from verbatim.run.rollouts import backend_inputs, inference_settings

@@ -88,7 +88,8 @@ class RayServers:
             raise SamplerFault(
                 f"{name} did not start on the cluster within {self._patience:g} s (cluster.start_timeout)"
             ) from None
-        return self._connect(url, f"{name} ({url})", version, lambda folder: self._deliver(actor, folder))
+        connect: Connect = self._connect
+        return connect(url, f"{name} ({url})", version, lambda folder: self._deliver(actor, folder))
 
     start_again = start
 

@@ -194,7 +194,7 @@ def _call(
     """Call a C function.
 
     Raises:
-        MemoryError: it could not allocate its buffers.
+        MemoryError: the C function could not allocate its buffers.
     """
     shape = forest.shape(*given, scale)
     sizes = (ctypes.c_int64(number) for number in (forest.num_blocks, forest.queries_per_block, *numbers))

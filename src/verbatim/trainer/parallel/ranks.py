@@ -1,4 +1,5 @@
-"""Connects the ranks of one trainer: orders from rank 0, collectives of small values, point-to-point arrays."""
+"""Connects the ranks of one trainer: commands from rank 0, collectives of small values, arrays sent from one rank to
+another."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class Ranks:
                     raise
 
     def look(self) -> None:
-        """On rank 0, between two orders: check that all other ranks are still running.
+        """On rank 0, between two commands to the other ranks: check that all other ranks are still running.
 
         Raises:
             VerbatimError: a rank has ended or failed; the message names the rank.
@@ -183,7 +184,7 @@ class Ranks:
 
         Raises:
             VerbatimError: `do` raised a VerbatimError or OSError on a rank. All ranks raise it together and can
-                continue. It names the rank and its host, unless all ranks failed in the same way.
+                continue. The error names the rank and the rank's host, unless all ranks failed in the same way.
         """
         error: Exception | None = None
         value = None

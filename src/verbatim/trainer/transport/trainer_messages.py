@@ -9,7 +9,7 @@ exchange/{session}/
     messages/000001.safetensors     a request, with a batch if it is to be trained
     answers/000001.json             its result
     cores                           which side is computing, if both share a machine's cores
-    states/v000025/                 the trainer's part of a checkpoint, until the orchestrator moves it there
+    states/v000025/ the trainer's part of a checkpoint, until the orchestrator moves it into the checkpoint
 ```
 
 Answers name folders relative to the run folder, `{"in_run": "weights/v000025"}`, because the run folder may have
