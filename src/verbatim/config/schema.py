@@ -114,8 +114,8 @@ class ParallelConfig(Section):
     """Training with several processes (ranks), each with a share of the parameters, gradients and optimizer state."""
 
     processes: PositiveInt = 1
-    """Number of ranks started on this machine, each on a CUDA device of its own if the machine has CUDA devices. To
-    train on several machines, start `verbatim trainer` with a launcher such as torchrun instead."""
+    """Number of ranks, on this machine or on the nodes of [cluster]; each has a CUDA device of its own if there are any.
+    With a launcher such as torchrun, leave it out."""
     sequence: PositiveInt = 1
     """Sequence parallelism: the number of ranks that share the tokens of each micro-batch, for trajectories too long
     for one rank. Must divide `processes` and the model's number of attention heads."""
@@ -332,9 +332,8 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of all random choices."""
     keys_in_config: bool = False
-    """Allow keys and passwords in the configuration. The run folder, its checkpoints and its forks then store them in
-    clear text, in files that only their owner may read. Naming an environment variable is safer: env_from,
-    api_key_env."""
+    """Allow keys and passwords in the configuration. The run folder, its checkpoints and forks then store them in clear
+    text, readable only by their owner. Environment variables are safer: env_from, api_key_env."""
     model: ModelConfig
     """The model."""
     warm_start: WarmStartConfig | None = None
