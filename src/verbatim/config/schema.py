@@ -114,8 +114,8 @@ class ParallelConfig(Section):
     """Training with several processes (ranks), each with a share of the parameters, gradients and optimizer state."""
 
     processes: PositiveInt = 1
-    """Number of ranks, on this machine or on the nodes of [cluster]; each has a CUDA device of its own if there are any.
-    With a launcher such as torchrun, leave it out."""
+    """Number of ranks, on this machine or on the nodes of [cluster]; each has a CUDA device of its own if there are
+    any. With a launcher such as torchrun, leave it out."""
     sequence: PositiveInt = 1
     """Sequence parallelism: the number of ranks that share the tokens of each micro-batch, for trajectories too long
     for one rank. Must divide `processes` and the model's number of attention heads."""
