@@ -74,6 +74,11 @@ def execute(
         StoppedByAlarm: an alarm ended the run early.
         RunStopped: the run cannot continue.
     """
+    if trainer_elsewhere and config.cluster is not None and config.cluster.places("trainer"):
+        raise UsageError(
+            "[cluster] places the trainer's ranks, but this command waits for a trainer that is started separately; type "
+            'verbatim rl, or set cluster.roles = ["sampler"]'
+        )
     with connected(config) as placed:
         return _execute(
             config,

@@ -20,6 +20,7 @@ from verbatim.environments.environment import Environment
 from verbatim.inference import SAMPLERS, BackendInputs
 from verbatim.inference.backends import SERVERS
 from verbatim.inference.chat.client import ChatConnection, OpenAI
+from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.pool.settings import ServerSettings
 from verbatim.inference.sampler import Sampler
 from verbatim.inference.sending import WeightSender
@@ -294,8 +295,10 @@ def check_backend(config: RunConfig) -> BackendSettings:
     """
     settings, lora = inference_settings(config), config.trainer.lora
     rank = None if lora is None else lora.r
+    is_here = config.cluster is None or not config.cluster.places("sampler") or not isinstance(settings, TorchSettings)
     try:
-        settings.check()
+        if is_here:  # a node may have a device that this machine does not have
+            settings.check()
         settings.check_for(context_length=config.orchestrator.seq_len, adapter_rank=rank)
     except UsageError as error:
         raise UsageError(f"inference.{table_of(config.inference.backend)}.{error}") from error

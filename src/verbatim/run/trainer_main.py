@@ -58,6 +58,7 @@ def open_trainer(
     states: Path,
     ranks: Ranks | None = None,
     sends_from: str | None = None,
+    restarted: bool = False,
 ) -> tuple[TrainerWorker, TrainerReady]:
     """Open a trainer with the newest checkpoint of the run, or with the model from which the run starts.
 
@@ -69,6 +70,8 @@ def open_trainer(
         states: The folder for the trainer's parts of checkpoints.
         ranks: The processes that train together. None if this process trains alone.
         sends_from: The address at which the sampler's servers connect to receive weights. None if no weights are sent.
+        restarted: True if the trainer restarts within its run, so that the sampler may read versions after the
+            checkpoint.
     """
     from verbatim.models.loading import load_tokenizer
     from verbatim.trainer.device_memory import DeviceMemory
@@ -94,7 +97,9 @@ def open_trainer(
     worker = TrainerWorker(
         trainer,
         version=found.step if found is not None else 0,
-        weights=WeightFolders(folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2),
+        weights=WeightFolders(
+            folder.weights.resolve(), keep=config.orchestrator.max_async_level + 2, keeps_newer=restarted
+        ),
         states=states.resolve(),
         context_length=config.orchestrator.seq_len,
         keeps_tokens=config.monitor.save_trajectories,

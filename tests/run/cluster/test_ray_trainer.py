@@ -48,7 +48,7 @@ class Ranks(RayRanks):
         self.start_losses, self.restarts = set(start_losses), 0
         self.losses, self.drift = set(losses), drift
         self.sum = self.checkpoint = self.version = self.starts = 0
-        self.trained, self.calls, self.sums = [], 0, {0: 0}
+        self.trained, self.calls, self.sums, self.again = [], 0, {0: 0}, []
 
     def start(self):
         self.starts += 1
@@ -60,8 +60,9 @@ class Ranks(RayRanks):
     def end(self, *, in_order):
         self.ended = in_order
 
-    def call(self, method, content):
+    def call(self, method, content, again=False):
         assert method == "train"
+        self.again.append(again)
         order = read_message_bytes(memoryview(self.ray.get(content)))
         self.calls += 1
         if self.calls in self.losses:
@@ -118,6 +119,7 @@ async def test_lost_ranks_train_again_on_all_batches_since_the_start_and_report_
     ranks = Ranks(tmp_path, losses=[3])
     reports = await train(link_to(ranks), [1, 2, 3])
     assert ranks.trained == [1, 2, 1, 2, 3] and ranks.starts == 2
+    assert ranks.again == [False, False, False, True, True, False]  # lost in the third
     assert [report.version for report in reports] == [1, 2, 3]
     assert published(ranks, 3) == 4 + 8 + 12
     assert reports[2].metrics["trainer/restarts"] == 1 and reports[2].metrics["trainer/replayed_batches"] == 2
@@ -159,7 +161,7 @@ async def test_weights_that_differ_the_second_time_are_published_in_place_of_the
     await train(link, [1, 2])
     assert (published(ranks, 1), published(ranks, 2)) == (4, 12)
     await train(link, [3])
-    assert (published(ranks, 2), published(ranks, 3)) == (112, 124)
+    assert (published(ranks, 1), published(ranks, 2), published(ranks, 3)) == (104, 112, 124)
     assert "gave other weights than before" in caplog.text
     expected = hashlib.sha256(json.dumps(["sum.json", 3]).encode() + b"112").hexdigest()
     assert ranks.shipments.of(ranks.folder / "weights" / "v000002").digest == expected
@@ -173,6 +175,28 @@ async def test_ranks_lost_while_they_start_are_started_again(tmp_path):
     assert report.metrics["trainer/restarts"] == 2
 
 
+async def test_while_older_weights_are_published_again_the_newer_ones_stay_for_the_samplers(tmp_path):
+    """The third call loses a rank; at the fourth, batch 1 is trained again and gives other weights."""
+    ranks = Ranks(tmp_path, losses=[3], drift=100)
+    ranks.sums = {0: -100}
+    link = link_to(ranks)
+    ranks.sums = {**ranks.sums, 0: 0}
+    await train(link, [1, 2])
+    seen = []
+    note = ranks.shipments.note
+    ranks.shipments.note = lambda path, shipped: (seen.append((path.name, published(ranks, 2))), note(path, shipped))
+    await train(link, [3])
+    assert seen == [("v000001", 12), ("v000002", 112), ("v000003", 112)]
+
+
+def test_versions_that_a_killed_process_published_after_its_checkpoint_are_removed(tmp_path):
+    ranks = Ranks(tmp_path)
+    for version in (0, 1, 2):
+        (ranks.folder / "weights" / f"v00000{version}").mkdir(parents=True)
+    link_to(ranks)
+    assert [path.name for path in (ranks.folder / "weights").iterdir()] == ["v000000"]
+
+
 async def test_batches_are_trained_in_the_order_in_which_they_were_handed_over(tmp_path):
     ranks = Ranks(tmp_path)
     link = link_to(ranks)
@@ -183,7 +207,9 @@ async def test_batches_are_trained_in_the_order_in_which_they_were_handed_over(t
 async def test_a_trainers_own_error_stops_the_run_without_a_restart(tmp_path):
     ranks = Ranks(tmp_path)
     link = link_to(ranks)
-    ranks.call = lambda method, content: (_ for _ in ()).throw(RunStopped("the trainer: the loss is not finite"))
+    ranks.call = lambda method, content, again=False: (_ for _ in ()).throw(
+        RunStopped("the trainer: the loss is not finite")
+    )
     with pytest.raises(RunStopped, match="the loss is not finite"):
         await train(link, [1])
     assert ranks.starts == 1

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from run.cluster.fake_ray import FakeRay, Lost
+from verbatim.logs.checkpoints import find_damage, write_manifest
 from verbatim.run.cluster.folders import PART, bring, ship, write
 from verbatim.run.cluster.node_folder import NodeFolder
 from verbatim.run.cluster.shipments import Shipments
@@ -93,6 +94,22 @@ def test_an_adapter_names_its_base_in_the_run_folder_of_the_node(tmp_path, base,
     shipped = ship(ray, places["sender"], "weights/v000001")
     found = json.loads((bring(ray, shipped, places["node"]) / "adapter_config.json").read_text())
     assert found == {"base_model_name_or_path": expected.format(**places), "r": 8}
+
+
+def test_an_adapter_in_a_checkpoint_stays_as_its_manifest_says(tmp_path):
+    ray, sender = FakeRay(), tmp_path / "sender"
+    folder = published(sender, "checkpoints/step_000001")
+    (folder / "weights").mkdir()
+    about = json.dumps({"base_model_name_or_path": str(sender / "warm_start")}).encode()
+    (folder / "weights" / "adapter_config.json").write_bytes(about)
+    write_manifest(folder, {"step": 1})
+    found = bring(ray, ship(ray, sender, "checkpoints/step_000001"), tmp_path / "node")
+    assert (found / "weights" / "adapter_config.json").read_bytes() == about and find_damage(found) is None
+
+
+def test_a_folder_that_is_missing_is_not_shipped_empty(tmp_path):
+    with pytest.raises(FileNotFoundError, match="weights/v000001"):
+        ship(FakeRay(), tmp_path, "weights/v000001")
 
 
 def test_a_run_ships_a_folder_once_and_again_once_its_objects_are_lost(tmp_path):

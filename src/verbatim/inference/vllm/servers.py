@@ -25,7 +25,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from verbatim.models.sizes import vocab_size_of
 from verbatim.models.source import base_of, is_adapter
 
-_ATTEMPTS = 3
+ATTEMPTS = 3
 """Maximum number of attempts to start a server, because another process may take its port before the server binds
 it."""
 
@@ -77,6 +77,11 @@ def replica_maker(
         phase_timeout=settings.update_timeout,
         broadcast=broadcast,
     )
+
+
+def is_taken_port(fault: SamplerFault) -> bool:
+    """True if a server did not start because another process took its port."""
+    return "address already in use" in str(fault).lower()
 
 
 def node_connector(
@@ -172,7 +177,7 @@ class StartedServers:
                     process.url, name=f"replica {index}", policy_version=version, model=MODEL_NAME, api_key=self._key
                 )
             except SamplerFault as fault:
-                if attempt == _ATTEMPTS or "address already in use" not in str(fault).lower():
+                if attempt == ATTEMPTS or not is_taken_port(fault):
                     raise
         raise AssertionError("unreachable")
 

@@ -26,7 +26,7 @@ from verbatim.logs.uploads.remote_folder import RemoteFault, RemoteFolder
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-_NOT_COPIED = frozenset({"weights", "exchange", f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock"})
+_NOT_COPIED = frozenset({"weights", "exchange", "states", f"{ORCHESTRATOR}.lock", f"{TRAINER}.lock"})
 """Files and folders that are not uploaded, because a resumed run creates them again."""
 _STEP = re.compile(rf"{CHECKPOINTS}/step_(\d+)/")
 _PAUSES = (1.0, 4.0)

@@ -26,21 +26,23 @@ def import_ray() -> Any:
 
 
 @contextlib.contextmanager
-def ray_running(address: str | None = None, *, num_cpus: int | None = None) -> Iterator[Any]:
-    """Context manager for a connection to Ray. `address` and `num_cpus` are as for `connect`. If this process is
-    already connected, that connection is used, and stays open."""
+def ray_running(
+    address: str | None = None, *, num_cpus: int | None = None, only_episodes: bool = True
+) -> Iterator[Any]:
+    """Context manager for a connection to Ray. The arguments are those of `connect`. If this process is already
+    connected, that connection is used, and stays open."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
         return
-    connect(ray, address, num_cpus=num_cpus)
+    connect(ray, address, num_cpus=num_cpus, only_episodes=only_episodes)
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None) -> None:
+def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None, only_episodes: bool = True) -> None:
     """Connect this process to a cluster, without Ray's output.
 
     Args:
@@ -48,6 +50,8 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         address: "auto" for the cluster that this host belongs to, or an address such as "10.0.0.1:6379". With None, a
             cluster is started on this machine.
         num_cpus: Number of CPUs of a cluster that is started here. By default all CPUs.
+        only_episodes: True if a cluster that is started here runs nothing but episodes; it then has no GPUs, and a
+            small object store.
 
     Raises:
         UsageError: there is no cluster at this address.
@@ -57,12 +61,9 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        quiet |= {
-            "num_cpus": num_cpus,
-            "num_gpus": 0,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
+        quiet |= {"num_cpus": num_cpus, "include_dashboard": False}
+        if only_episodes:
+            quiet |= {"num_gpus": 0, "object_store_memory": OBJECT_STORE_BYTES}
     try:
         if address not in (None, "auto"):
             _knock(str(address))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
@@ -34,7 +35,7 @@ def connected(config: RunConfig) -> Iterator[list[str]]:
     if config.cluster is None:
         yield []
         return
-    with ray_running(_address(config)) as ray:
+    with _ray(config) as ray:
         from verbatim.run.cluster.placement import check_cluster
 
         yield check_cluster(ray, config)
@@ -53,12 +54,14 @@ def look_at_cluster(config: RunConfig) -> list[str]:
 
     with contextlib.ExitStack() as stack:
         try:
-            ray = stack.enter_context(ray_running(_address(config)))
+            ray = stack.enter_context(_ray(config))
         except UsageError as error:
             return [f"cluster     not checked: {' '.join(str(error).split())}"]
         return check_cluster(ray, config)
 
 
-def _address(config: RunConfig) -> str | None:
+def _ray(config: RunConfig) -> contextlib.AbstractContextManager[Any]:
+    """The connection to the configured cluster."""
     assert config.cluster is not None
-    return None if config.cluster.address == "local" else config.cluster.address
+    address = None if config.cluster.address == "local" else config.cluster.address
+    return ray_running(address, only_episodes=not config.cluster.roles)

@@ -16,7 +16,7 @@ from verbatim.inference.pool.servers import ServerPool, open_pool
 from verbatim.inference.sending import WeightSender
 from verbatim.logs.monitors.live import LiveView
 from verbatim.rollouts.workers.worker import WorkerContext
-from verbatim.run.cluster.placement import Reserved, reserve
+from verbatim.run.cluster.placement import Reserved, release, reserve
 from verbatim.run.cluster.rank_actor import ActorSetup
 from verbatim.run.cluster.ray_ranks import RayRanks
 from verbatim.run.cluster.ray_trainer import RayTrainer
@@ -55,14 +55,11 @@ class ClusterRun:
         Raises:
             UsageError: other jobs use them.
         """
-        from ray.util.placement_group import remove_placement_group
-
         self._reserved = reserve(self._ray, self._config)
         try:
             yield
         finally:
-            for group in {id(found.group): found.group for found in self._reserved.values()}.values():
-                remove_placement_group(group)
+            release(found.group for found in self._reserved.values())
 
     @contextlib.contextmanager
     def trainer(self, console: Console) -> Iterator[TrainerSide]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.logs.checkpoints.manifest import MANIFEST
 from verbatim.models.source import ADAPTER_CONFIG
 
 PART = 64 * 2**20
@@ -48,6 +50,8 @@ def ship(ray: Any, root: Path, name: str, *, leave_out: Collection[str] = ()) ->
         OSError: a file cannot be read.
     """
     folder = root / name
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] not in leave_out
     )
@@ -88,7 +92,7 @@ def write(ray: Any, shipped: ShippedFolder, folder: Path, root: Path) -> None:
         with path.open("wb") as file:
             for part in parts:
                 file.write(ray.get(part))
-        if path.name == ADAPTER_CONFIG:
+        if path.name == ADAPTER_CONFIG and MANIFEST not in shipped.files:  # a manifest seals the files as they are
             _move_base(path, shipped.root, root)
 
 

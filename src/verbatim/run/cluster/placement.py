@@ -4,7 +4,7 @@ groups."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -273,9 +273,23 @@ def reserve(ray: Any, config: RunConfig) -> dict[str, Reserved]:
     """
     has_gpus = any(node.resources["GPU"] for node in nodes_of(ray))
     parts = [part for part in parts_of(config, has_gpus=has_gpus) if part.name != "rollout worker"]
-    groups = {part.key: _reserve(ray, part, [part.each] * part.count) for part in _bundles(config, parts)}
+    groups: dict[str, Any] = {}
+    try:
+        for part in _bundles(config, parts):
+            groups[part.key] = _reserve(ray, part, [part.each] * part.count)
+    except UsageError:
+        release(groups.values())
+        raise
     shared = groups.get("cluster.trainer")
     return {part.key: Reserved(group=groups.get(part.key, shared), each=part.each) for part in parts}
+
+
+def release(groups: Iterable[Any]) -> None:
+    """Remove placement groups, each of them once."""
+    from ray.util.placement_group import remove_placement_group
+
+    for group in {id(group): group for group in groups}.values():
+        remove_placement_group(group)
 
 
 def _reserve(ray: Any, part: RunPart, bundles: Sequence[Resources]) -> Any:

@@ -82,21 +82,18 @@ class OnNode:
         """The node's id, its address, and this process's id."""
         return self._ray.get_runtime_context().get_node_id(), self._ray.util.get_node_ip_address(), os.getpid()
 
-    def bring(self, shipped: ShippedFolder) -> str:
-        """Write a shipped folder into the run's folder on this node, unless it is there. Return its path."""
+    def bring(self, shipped: ShippedFolder, below: str = "") -> str:
+        """Write a shipped folder into the run's folder on this node, unless it is there. Return its path. `below` is a
+        subfolder that takes the place of the run's folder."""
         assert self._place is not None
         with self._place.locked():
-            return str(bring(self._ray, shipped, self.root))
+            return str(bring(self._ray, shipped, self.root / below))
 
-    def remove_older(self, path: Path) -> None:
-        """Remove the versions of the weights before the last two. `path` is the newest: weights/v000012."""
-        assert self._place is not None
-        newest = int(path.name[1:])
-        with self._place.locked():
-            for other in path.parent.glob("v[0-9]*"):
-                if int(other.name[1:]) <= newest - 2:
-                    shutil.rmtree(other, ignore_errors=True)
-                    other.with_name(f".{other.name}.digest").unlink(missing_ok=True)
+    def forget(self, name: str) -> None:
+        """Remove a folder that this machine no longer needs. With a shared run folder, the orchestrator does so."""
+        if self._place is not None:
+            with self._place.locked():
+                shutil.rmtree(self.root / name, ignore_errors=True)
 
     def ship(self, name: str, leave_out: Sequence[str] = ()) -> ShippedFolder:
         """Put a folder of the run's folder on this node into the object store."""
@@ -117,6 +114,7 @@ class RankActor(OnNode):
 
     def __init__(self, setup: ActorSetup) -> None:
         super().__init__(setup)
+        self.forget("states")  # of ranks that were lost; the ranks of this start have written nothing yet
         self._said = _Said()
         self._console = PlainConsole(file=self._said)
         self._open = contextlib.ExitStack()
@@ -202,10 +200,11 @@ class RankActor(OnNode):
             states=self.root / "states",
             ranks=self._ranks,
             sends_from=self.where()[1] if sends else None,
+            restarted=restarts > 0,
         )
         return to_json(ready, self.root)
 
-    def train(self, message: Any) -> dict[str, Any]:
+    def train(self, message: Any, again: bool = False) -> dict[str, Any]:
         """Train on a batch (uint8 [N], the bytes of a `TrainerMessage`). Returns {"result": a `StepReport` as JSON,
         "weights": the `ShippedFolder` of the new version} or, if the run must end, {"error", "lost"}; "lost" is true if
         another rank is gone."""
@@ -213,7 +212,8 @@ class RankActor(OnNode):
 
         def work() -> dict[str, Any]:
             order = read_message_bytes(memoryview(message))
-            report = self._trained().train(order.samples, order.version, checkpoint=order.checkpoint)
+            checkpoint = order.checkpoint and not again  # its state was delivered the first time
+            report = self._trained().train(order.samples, order.version, checkpoint=checkpoint)
             shipped = None if self._place is None else self.ship(f"weights/v{order.version:06d}")
             return {"result": to_json(report, self.root), "weights": shipped}
 

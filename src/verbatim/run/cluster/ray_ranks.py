@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from verbatim.core.disk import link_or_copy
 from verbatim.core.errors import RunStopped, UsageError, VerbatimError
 from verbatim.logs.checkpoints import CheckpointStore
 from verbatim.rollouts.ray.cluster import said_by_ray
-from verbatim.run.cluster.folders import write
+from verbatim.run.cluster.folders import ShippedFolder, write
 from verbatim.run.cluster.placement import Reserved
 from verbatim.run.cluster.rank_actor import FILES, ActorSetup, RankActor
 from verbatim.run.cluster.shipments import Shipments
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
 """Seconds within which a rank that is alive says where it is."""
+_CAUSE_SECONDS = 30.0
+"""Seconds that rank 0 has to say why another rank ended."""
 _SAID_SECONDS = 0.5
 """Seconds between two questions for what rank 0 printed."""
 _PREPARED = ("model", "warm_start")
@@ -68,6 +71,8 @@ class RayRanks:
     """Number of restarts so far."""
     _nodes: dict[str, Any] = field(default_factory=dict)
     """One actor of each node, by the node's id."""
+    _follows: list[Any] = field(default_factory=list)
+    """The calls in which the other ranks follow rank 0. They end only with their rank, or with the run."""
     _places: list[tuple[str, str, int]] = field(default_factory=list)
     """Node, address and process of each rank."""
 
@@ -102,6 +107,7 @@ class RayRanks:
         self.restarts += 1
         logger.warning("the trainer lost ranks (%s); restart %d", lost, self.restarts)
         self.end(in_order=False)
+        self.shipments.forget_all()  # objects of a rank that is gone are lost
 
     def start(self) -> TrainerReady:
         """Start all ranks, and open the trainer with the run's newest checkpoint or its first model.
@@ -129,8 +135,7 @@ class RayRanks:
             self._wait(
                 [actor.join.remote(store, rank, size, here.count(here[rank])) for rank, actor in enumerate(self.actors)]
             )
-            for actor in self.actors[1:]:
-                actor.follow.remote()
+            self._follows = [actor.follow.remote() for actor in self.actors[1:]]
             self._get(self.actors[0].lead.remote())
         return self._open()
 
@@ -145,7 +150,7 @@ class RayRanks:
             self._prepare(rank_0.build, "model")
         if found is None and self.config.warm_start is not None and "warm_start" not in first:
             self._prepare(rank_0.prepare, "warm_start")
-        ready = ready_from_json(self._told(rank_0.open.remote(0)), self.folder)
+        ready = ready_from_json(self._told(rank_0.open.remote(self.restarts)), self.folder)
         if not self.is_shared and Path(ready.weights).is_relative_to(self.folder) and not Path(ready.weights).is_dir():
             self.fetch(Path(ready.weights))
         return ready
@@ -163,9 +168,15 @@ class RayRanks:
         partial = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        write(self.ray, shipped, partial, self.folder)
+        self._write(shipped, partial)
         partial.rename(path)
         self.shipments.note(path, shipped)
+
+    def _write(self, shipped: ShippedFolder, folder: Path) -> None:
+        try:
+            write(self.ray, shipped, folder, self.folder)
+        except self.ray.exceptions.ObjectLostError as error:
+            raise RanksLost(self._gone() or said_by_ray(error)) from error
 
     def _bring_to_ranks(self, path: Path) -> None:
         if not self.is_shared:
@@ -189,7 +200,8 @@ class RayRanks:
             # Each rank leaves its part of the optimizer's state on its node. Weights are on the node of rank 0.
             leave_out = [] if weights is None and actor is self._first else ["weights"]
             shipped = self._get(self._files(actor.ship).remote(name, leave_out))
-            write(self.ray, shipped, folder, self.folder)
+            self._write(shipped, folder)
+        self._wait([self._files(actor.forget).remote(name) for actor in self._nodes.values()])
         if weights is not None:
             shutil.copytree(weights, folder / "weights", copy_function=link_or_copy)
         return folder
@@ -211,19 +223,20 @@ class RayRanks:
         )
         if "error" not in answer:
             return answer
-        if answer["lost"]:
+        if answer["lost"] or self._has_lost_follower():
             raise RanksLost(self._gone() or answer["error"])
         raise RunStopped(f"the trainer: {answer['error']}")
 
     def end(self, *, in_order: bool) -> None:
         """End all ranks. With `in_order`, rank 0 ends the others, and the nodes' folders are removed."""
         if in_order and self.actors:
+            self._follows = []  # they end now
             with contextlib.suppress(RanksLost, VerbatimError):
                 self._get(self.actors[0].close.remote(), timeout=30.0)
                 self._wait([self._files(actor.leave).remote() for actor in self.actors], timeout=30.0)
         for actor in self.actors:
             self.ray.kill(actor)
-        self.actors, self._nodes = [], {}
+        self.actors, self._nodes, self._follows = [], {}, []
 
     # ---- calls
 
@@ -237,20 +250,49 @@ class RayRanks:
         return self._wait([reference], timeout=timeout)[0]
 
     def _wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        errors = self.ray.exceptions
+        """Wait for results of the ranks.
+
+        Raises:
+            RanksLost: a rank is gone.
+            RunStopped: the timeout expired.
+            VerbatimError: a rank refuses the run.
+        """
+        errors, wanted = self.ray.exceptions, set(references)
+        until = None if timeout is None else time.monotonic() + timeout
+        while wanted:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ended, _ = self.ray.wait([*wanted, *self._follows], num_returns=1, timeout=left)
+            if not ended:
+                raise RunStopped(
+                    f"the trainer's ranks on the cluster did not answer within {timeout:g} s "
+                    "(cluster.start_timeout, or orchestrator.stall_timeout for a step)"
+                )
+            wanted -= set(ended)
+            if wanted and any(follow in ended for follow in self._follows):
+                # Rank 0 may know why, and says so if it is not the loss itself.
+                self.ray.wait(list(wanted), num_returns=len(wanted), timeout=_CAUSE_SECONDS)
+                break
         try:
-            return list(self.ray.get(list(references), timeout=timeout))
-        except errors.GetTimeoutError:
-            raise RunStopped(
-                f"the trainer's ranks on the cluster did not answer within {timeout:g} s "
-                "(cluster.start_timeout, or orchestrator.stall_timeout for a step)"
-            ) from None
+            return list(self.ray.get(list(references), timeout=0 if self._has_lost_follower() else None))
         except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
-            raise RanksLost(self._gone() or said_by_ray(error)) from error
+            if "creation task" in str(error):  # its `__init__` failed: the same would happen again
+                raise UsageError(f"a process could not start on the cluster: {said_by_ray(error)}") from error
+            raise RanksLost(": ".join(filter(None, (self._gone(), said_by_ray(error))))) from error
+        except errors.GetTimeoutError:
+            raise RanksLost(self._gone() or "a rank ended") from None
         except errors.RayTaskError as error:
+            if isinstance(error.cause, RunStopped) and self._has_lost_follower():
+                raise RanksLost(self._gone() or str(error.cause)) from error
             if isinstance(error.cause, VerbatimError):
                 raise error.cause from None
             raise
+
+    def _has_lost_follower(self) -> bool:
+        """True if a rank other than 0 has ended."""
+        if not self._follows:
+            return False
+        ended, _ = self.ray.wait(list(self._follows), num_returns=1, timeout=0)
+        return bool(ended)
 
     def _gone(self) -> str:
         """Names the ranks that no longer answer; empty if all answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +60,9 @@ class RayTrainer:
         self._kept: dict[int, _Batch] = {}
         self._digests: dict[int, str] = {}
         self._folder = ranks.folder
-        self._weights = WeightFolders(ranks.folder / "weights", keep=keep)
+        # A replay may publish an older version again, while the samplers read newer ones.
+        self._weights = WeightFolders(ranks.folder / "weights", keep=keep, keeps_newer=True)
+        _remove_newer(ranks.folder / "weights", ready.version)
         self._turn = asyncio.Lock()
         self._version = ready.version
 
@@ -155,7 +158,7 @@ class RayTrainer:
     def _replay(self, batch: _Batch) -> None:
         """Train again on a batch whose report was delivered. If the weights differ from those that were published, the
         new ones are published in their place; the samplers load the version after them next."""
-        answer = self._ranks.call("train", batch.content)
+        answer = self._ranks.call("train", batch.content, True)
         shipped = answer["weights"]
         if shipped is None or self._digests.get(batch.version) in (None, shipped.digest):
             return
@@ -231,3 +234,10 @@ def _joined(message: TrainerMessage) -> Any:
         start, end = end, end + part.nbytes
         joined[start:end] = np.frombuffer(part, np.uint8)
     return joined
+
+
+def _remove_newer(folder: Path, version: int) -> None:
+    """Remove the versions of the weights that a killed process published after its last checkpoint."""
+    for path in folder.glob("v[0-9]*"):
+        if int(path.name[1:]) > version:
+            shutil.rmtree(path)

@@ -16,6 +16,7 @@ from verbatim.inference.backends import CONNECTORS, BackendInputs
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.uploads import Deliver
 from verbatim.inference.pool.servers import ServerReplica
+from verbatim.models.source import base_of, is_adapter
 from verbatim.rollouts.ray.cluster import said_by_ray
 from verbatim.run.cluster.placement import Reserved
 from verbatim.run.cluster.rank_actor import ActorSetup
@@ -82,22 +83,26 @@ class RayServers:
         try:
             async with asyncio.timeout(self._patience):
                 model = await self._deliver(actor, path)
-                url = await self._ask(actor.serve.remote(model, version), name)
+                url = await self._ask(actor.start.remote(model, version), name)
         except TimeoutError:
             await self._end(index)
             raise SamplerFault(
                 f"{name} did not start on the cluster within {self._patience:g} s (cluster.start_timeout)"
             ) from None
         connect: Connect = self._connect
-        return connect(url, f"{name} ({url})", version, lambda folder: self._deliver(actor, folder))
+        # Without the URL, which changes at each start: replicas that load together wait for each other by name.
+        return connect(url, name, version, lambda folder: self._deliver(actor, folder))
 
     start_again = start
 
     async def _deliver(self, actor: Any, path: Path) -> str:
         """Bring a folder of the run folder to a replica's node; return its path there. Other folders, and hub ids, are
         expected to be there already."""
-        if self._setup.shared is not None or not path.is_relative_to(self._shipments.root):
+        root = self._shipments.root
+        if self._setup.shared is not None or not path.is_relative_to(root):
             return str(path)
+        if is_adapter(path) and (base := Path(base_of(path))).is_relative_to(root):
+            await self._deliver(actor, base)  # the adapter names its base model by path
         for is_last in (False, True):
             shipped = await asyncio.to_thread(self._shipments.of, path)
             try:

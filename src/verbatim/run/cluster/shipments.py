@@ -50,6 +50,11 @@ class Shipments:
         with self._lock:
             self._known.pop(path, None)
 
+    def forget_all(self) -> None:
+        """Forget all folders."""
+        with self._lock:
+            self._known.clear()
+
     def _keep(self, path: Path) -> None:
         self._known.move_to_end(path)
         while len(self._known) > _KEPT:

@@ -235,7 +235,9 @@ class _Playing:
         check_tools(self._config, self._environments, renderer)
         sampler = await make_sampler(resolve_sampler(self._config, model.source), model.source)
         try:
-            async with open_runner(orchestrator, {"eval": made}, sampler, renderer) as local:
+            async with open_runner(
+                orchestrator, {"eval": made}, sampler, renderer, cluster=self._config.cluster
+            ) as local:
                 yield make_setups(
                     orchestrator, made, sampler, renderer, slots, runner=local, episode_stats=episode_stats
                 )

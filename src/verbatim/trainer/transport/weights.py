@@ -21,11 +21,15 @@ class WeightFolders:
         folder: The parent folder. Incomplete versions, left by a killed process or a power loss, are removed.
         keep: Number of newest versions to keep. A sampler that may be k versions behind needs k + 2 versions: the
             version that it reads is k behind the newest, and one more version is being written.
+        keeps_newer: True to keep versions with higher numbers than the one that is published: the trainer restarted
+            from a checkpoint within its run, and the sampler still reads them. Otherwise a process that was killed
+            before its checkpoint has left them.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, *, keeps_newer: bool = False) -> None:
         self._folder = folder
         self._keep = keep
+        self._keeps_newer = keeps_newer
         for left in folder.glob(".v[0-9]*.partial"):
             shutil.rmtree(left, ignore_errors=True)
         for damaged in {path.parent for path in folder.glob(f"v[0-9]*/{_TEMPORARY}")}:
@@ -45,10 +49,9 @@ class WeightFolders:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         for stale in self._folder.glob("v[0-9]*"):
-            # A version with this or a higher number was left by a process that was killed after publishing it but
-            # before writing its checkpoint.
             number = int(stale.name[1:])
-            if number >= version or number <= version - self._keep:
+            is_left = number == version or (number > version and not self._keeps_newer)
+            if is_left or number <= version - self._keep:
                 shutil.rmtree(stale)
         # The renaming is atomic: a sampler never sees part of a version.
         os.rename(partial, target)
