@@ -76,8 +76,8 @@ def execute(
     """
     if trainer_elsewhere and config.cluster is not None and config.cluster.places("trainer"):
         raise UsageError(
-            "[cluster] places the trainer's ranks, but this command waits for a trainer that is started separately; type "
-            'verbatim rl, or set cluster.roles = ["sampler"]'
+            "[cluster] places the trainer's ranks, but this command waits for a trainer that is started separately; "
+            'type verbatim rl, or set cluster.roles = ["sampler"]'
         )
     with connected(config) as placed:
         return _execute(

@@ -296,7 +296,8 @@ def file(tmp_path: Path) -> str:
 @pytest.fixture
 def a_cluster(monkeypatch: pytest.MonkeyPatch):
     """Two nodes of two CPUs, in place of the cluster that the configuration names."""
-    monkeypatch.setattr(cluster, "ray_running", lambda address: contextlib.nullcontext(ray_of(node(2), node(2))))
+    there = ray_of(node(2), node(2))
+    monkeypatch.setattr(cluster, "ray_running", lambda address, only_episodes: contextlib.nullcontext(there))
 
 
 PLACED = [
