@@ -74,20 +74,15 @@ class World:
         self.plan, self.struck = plan, []
         self.random = random.Random(plan.seed)
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **QUIET})
-        self.nodes = [self.add_node() for _ in range(plan.nodes)]
-
-    def add_node(self) -> Any:
-        return self.cluster.add_node(num_cpus=5, **QUIET)
+        self.nodes = [self.cluster.add_node(num_cpus=5, **QUIET) for _ in range(plan.nodes)]
 
     def strike(self, what: str) -> None:
-        """Kill a process of this part with SIGKILL, or a node with everything on it, which another node replaces."""
-        if what == "node":
+        """Kill a process of this part with SIGKILL, or a node with everything on it, unless only two are left."""
+        if what == "node" and len(self.nodes) > 2:
             lost = self.nodes.pop(self.random.randrange(len(self.nodes)))
             self.struck.append(what)
             self.cluster.remove_node(lost, allow_graceful=False)
-            self.nodes.append(self.add_node())
-            return
-        if found := processes_of(what):
+        elif found := processes_of(what):
             os.kill(self.random.choice(found), signal.SIGKILL)
             self.struck.append(what)
 

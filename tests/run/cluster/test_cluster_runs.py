@@ -63,7 +63,10 @@ def on_cluster(folder: Path, **plan: Any) -> dict[str, Any]:
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"struck"')]
-    assert done.returncode == 0 and lines, done.stdout[-3000:] + done.stderr[-6000:]
+    said = [
+        line for line in f"{done.stdout}\n{done.stderr}".splitlines() if "raylet" not in line and "[state-" not in line
+    ]
+    assert done.returncode == 0 and lines, "\n".join(said[-60:])
     return json.loads(lines[-1])
 
 
