@@ -72,7 +72,7 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.struck = plan, []
-        self.random = random.Random(plan.seed)
+        self.random, self.begun = random.Random(plan.seed), threading.Event()
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **QUIET})
         self.nodes = [self.cluster.add_node(num_cpus=5, **QUIET) for _ in range(plan.nodes)]
 
@@ -94,6 +94,7 @@ class Striker:
         self.world = world
 
     def on_step(self, step: int, metrics: dict[str, float], distributions: Any) -> None:
+        self.world.begun.set()
         for what in self.world.plan.kills.get(step, []):
             self.world.strike(what)
 
@@ -132,8 +133,8 @@ def main() -> None:
     over = threading.Event()
 
     def strike_at_random() -> None:
-        wait_until(lambda: len(processes_of(RANK)) == 2 or over.is_set())
-        while len(world.struck) < plan.random_kills and not over.wait(world.random.uniform(1.0, 15.0)):
+        world.begun.wait()  # a server that does not start ends a run, as on one machine
+        while len(world.struck) < plan.random_kills and not over.wait(world.random.uniform(0.1, 1.5)):
             world.strike(world.random.choice([*PARTS, "node"]))
 
     striking = threading.Thread(target=strike_at_random, daemon=True)
@@ -153,6 +154,7 @@ def main() -> None:
         print(json.dumps(done, default=str))
     finally:
         over.set()
+        world.begun.set()
         ray.shutdown()
         world.cluster.shutdown()
 

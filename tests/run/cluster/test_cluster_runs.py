@@ -111,7 +111,7 @@ def test_a_run_that_loses_a_rank_a_replica_a_worker_and_a_node_is_that_of_one_ma
 @pytest.mark.campaign
 def test_runs_that_lose_parts_at_random_moments(folder, campaign):
     """Ranks, replicas, workers and nodes are killed at random moments; of the whole, thirty of them on eight nodes."""
-    row, wrong, steps = campaign("kills on a cluster"), [], sized(6, 20)
+    row, wrong, steps = campaign("kills on a cluster"), [], sized(6, 60)
     for seed in range(sized(1, 5)):
         kills = sized(2, 6)
         plan = {"name": f"random-{seed}", "steps": steps, "nodes": sized(3, 8), "random_kills": kills, "seed": seed}
