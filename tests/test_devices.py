@@ -28,7 +28,6 @@ LEGACY = frozenset({"Tensor", "DoubleTensor", "FloatTensor", "LongTensor", "IntT
 
 HOST_SIDE = {
     "inference/embedded/compiled/forward.py": "computes on the CPU alone",
-    "inference/embedded/compiled/paged_cache.py": "computes on the CPU alone",
     "inference/embedded/compiled/structures.py": "computes on the CPU alone",
     "inference/embedded/model_check.py": "a small copy on the CPU",
     "inference/embedded/pass_layout.py:as_tensor": "moved, unless the device is the CPU",

@@ -280,7 +280,7 @@ def test_names_that_are_one_text_are_told_and_none_is_lost(place, value):
     given = AgentScores(agents=value) if place == "agents" else value
     bad, healthy = asyncio.run(play("score" if place == "agents" else place, given))
     assert bad.error.startswith("environment: ")
-    assert ("are equal as strings" if place in ("score", "agents") else "are written") in bad.error
+    assert ("are equal as strings" if place in ("score", "agents") else "have the same text") in bad.error
     assert (bad.reward, bad.reward_parts, bad.agent_rewards) == (None, {}, {})
     assert (healthy.error, healthy.reward) == (None, 1.0)
 

@@ -163,7 +163,7 @@ def test_servers_that_run_for_others_are_not_put_to_sleep(place, capsys, model):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"urls": ("http://a:1",)}, "it cannot put those in urls to sleep"),
+        ({"urls": ("http://a:1",)}, "cannot put the servers in urls to sleep"),
         ({"weight_transfer": "nccl"}, "the trainer has already left the device"),
     ],
 )

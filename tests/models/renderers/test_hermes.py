@@ -103,7 +103,7 @@ def test_a_template_without_a_system_role_has_everything_in_users_messages():
         '[user] <tool_response>\n{"name": "look", "content": "20 °C"}\n</tool_response>\nHow warm is it?<eot>\n'
         "[assistant] "
     )
-    with pytest.raises(EnvironmentFault, match="no user's message"):
+    with pytest.raises(EnvironmentFault, match="no user message"):
         renderer.render_ids([ANSWER], [LOOK])
 
 
@@ -112,7 +112,7 @@ def test_a_template_that_writes_neither_role_is_refused_by_name():
     with pytest.raises(ModelError, match=r'tools = "hermes" does not fit .*the tools\' schemas'):
         create_renderer("template", byte_tokenizer(upper), tools="hermes")
     shouting = SYSTEMLESS.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}")
-    with pytest.raises(ModelError, match=r"a call in an assistant's message"):
+    with pytest.raises(ModelError, match=r"a call in an assistant message"):
         create_renderer("template", byte_tokenizer(shouting), tools="hermes")
 
 

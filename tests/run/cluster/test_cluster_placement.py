@@ -300,6 +300,12 @@ def a_cluster(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cluster, "ray_running", lambda address, only_episodes: contextlib.nullcontext(there))
 
 
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch):
+    """This process is not connected to the Ray of other tests."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
 PLACED = [
     "2 nodes with 4 CPUs and 0 GPUs together",
     "1 trainer rank, 1 CPU each, packed",
@@ -324,7 +330,7 @@ def test_a_run_that_the_cluster_cannot_hold_is_refused(a_cluster, file: str, cap
 
 
 @pytest.mark.extras
-def test_config_refuses_a_cluster_that_cannot_be_reached(file: str, capsys):
+def test_config_refuses_a_cluster_that_cannot_be_reached(unconnected, file: str, capsys):
     assert main(["config", file]) == 2
     assert 'no Ray at address = "127.0.0.1:1"' in capsys.readouterr().err
 
@@ -338,7 +344,7 @@ def test_plan_shows_the_placement(a_cluster, file: str, capsys):
 
 @pytest.mark.slow
 @pytest.mark.extras
-def test_plan_works_where_the_cluster_cannot_be_reached_and_says_so(file: str, capsys):
+def test_plan_works_where_the_cluster_cannot_be_reached_and_says_so(unconnected, file: str, capsys):
     assert main(["plan", file, "--gpu", "h100", "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["cluster"]
     assert said.startswith(
