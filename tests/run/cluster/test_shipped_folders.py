@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
 
 from run.cluster.fake_ray import FakeRay, Lost
+from verbatim.core.errors import UsageError
 from verbatim.logs.checkpoints import find_damage, write_manifest
 from verbatim.run.cluster.folders import PART, bring, ship, write
 from verbatim.run.cluster.node_folder import NodeFolder
@@ -158,3 +160,22 @@ def test_the_last_actor_of_a_node_removes_its_folder_and_the_next_run_those_of_k
     NodeFolder("two", "node-a").leave()
     assert not left.exists() and other.path.exists()
     other.leave()
+
+
+def test_a_folder_that_no_actor_made_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held = NodeFolder("one", "node-a")
+    other = held.path.with_name("somebodys")
+    other.mkdir()
+    NodeFolder("two", "node-a").leave()
+    assert list(other.iterdir()) == []
+    held.leave()
+
+
+def test_a_link_in_place_of_the_parent_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"verbatim-cluster-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is not a folder of this user"):
+        NodeFolder("one", "node-a")
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -4,6 +4,7 @@
 cluster_run.py    what one run has on the cluster; read this first
 placement.py      resources and placement groups, shown and checked before anything starts
 folders.py        folders through the object store
+shipments.py      which folders are in the store
 node_folder.py    the folder of a run on one node
 rank_actor.py     one trainer rank                      (on a node)
 ray_ranks.py      the actors of all ranks               (in the orchestrator's process)

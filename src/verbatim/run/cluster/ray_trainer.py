@@ -64,7 +64,6 @@ class RayTrainer:
         self._weights = WeightFolders(ranks.folder / "weights", keep=keep, keeps_newer=True)
         _remove_newer(ranks.folder / "weights", ready.version)
         self._turn = asyncio.Lock()
-        self._version = ready.version
 
     async def train(self, samples: Sequence[TrainingSample], version: int, *, checkpoint: bool = False) -> StepReport:
         """Same as `TrainerLink.train`."""
@@ -85,7 +84,6 @@ class RayTrainer:
                 break
             except RanksLost as lost:
                 replayed += self._restart(lost, batch.version)
-        self._version = batch.version
         more = {"trainer/restarts": float(self._ranks.restarts), "trainer/replayed_batches": float(replayed)}
         return replace(report, metrics={**report.metrics, **more})
 
