@@ -49,9 +49,9 @@ LEVELS = {"synchronous": 0, "asynchronous": 1, "two_batches_ahead": 2}
 """The `max_async_level` of each of Verbatim's runs, by the name of the run."""
 ANEW = "rendered_again"
 EPISODES = 128
-"""Of a step."""
+"""Number of episodes in a step."""
 TOKENS = 512
-"""Of an episode, with the tools' answers."""
+"""Maximum number of tokens in an episode, including the tools' answers."""
 SKIPPED = 3
 """Number of first steps of a run that are left out, because they compile, warm up and fill queues."""
 ENDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -278,7 +278,7 @@ class FunctionDoc:
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Descriptions of the arguments by name, each without line breaks."""
     returns: str | None = None
-    """Description of the return value, or None if there is none."""
+    """Description of the return value; None if the docstring has no such section."""
 
 
 def read_docstring(text: str, names: Collection[str]) -> FunctionDoc:
