@@ -76,7 +76,8 @@ class WatchedProcess:
     on_too_much: Callable[[], None]
     """Called once, from the watching thread, when the limit is exceeded."""
     group: MemoryGroup | None
-    """The control group that enforces the limit; None if no control group does, and then only polling detects an excess."""
+    """The control group that enforces the limit; None if there is no such group, so that polling
+    detects an excess."""
 
     @property
     def was_ended(self) -> bool:
