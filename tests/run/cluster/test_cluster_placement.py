@@ -106,11 +106,14 @@ def test_a_process_does_not_span_nodes():
         check_cluster(ray_of(node(2), node(2)), config)
 
 
-def test_packed_ranks_leave_the_other_node_to_the_replicas():
-    """Both ranks fit on the first node, so that the second has room for three replicas of two CPUs. If ranks were
-    spread, it would have room for two."""
-    config = config_of(**{"cluster.sampler.cpus": 2, "orchestrator.rollout.backend": "local"})
-    check_cluster(ray_of(node(2), node(6)), config)
+@pytest.mark.parametrize("nodes", [(4, 2), (2, 4)])
+def test_what_needs_most_gets_its_room_first(nodes: tuple[int, int]):
+    """A replica of four CPUs and two ranks of one fill nodes of four and two: on the larger node, ranks would leave no
+    room for the replica."""
+    config = config_of(
+        **{"cluster.sampler.cpus": 4, "cluster.replicas": 1, "orchestrator.rollout.backend": "local"},
+    )
+    check_cluster(ray_of(*map(node, nodes)), config)
 
 
 def test_spread_replicas_use_what_is_free_wherever_it_is():

@@ -168,14 +168,15 @@ def check_cluster(ray: Any, config: RunConfig) -> list[str]:
 
 
 def _bundles(config: RunConfig, parts: Sequence[RunPart]) -> list[RunPart]:
-    """The parts by what is reserved: a trainer rank and a replica that take turns share one bundle, because Ray assigns
-    a whole GPU to one bundle."""
+    """The parts by what is reserved, those that need most first, so that small ones do not take the room of large ones.
+    A trainer rank and a replica that take turns share one bundle, because Ray assigns a whole GPU to one bundle."""
+    bundles = [*parts]
     are_both_placed = {"cluster.trainer", "cluster.sampler"} <= {part.key for part in parts}
-    if not (are_both_placed and inference_settings(config).shares_device):
-        return [*parts]
-    trainer, sampler, *rest = parts
-    both = {name: trainer.each[name] + sampler.each[name] for name in ("CPU", "GPU")}
-    return [replace(trainer, name="trainer rank with its replica", each=both), *rest]
+    if are_both_placed and inference_settings(config).shares_device:
+        trainer, sampler, *rest = parts
+        both = {name: trainer.each[name] + sampler.each[name] for name in ("CPU", "GPU")}
+        bundles = [replace(trainer, name="trainer rank with its replica", each=both), *rest]
+    return sorted(bundles, key=lambda part: (part.each["GPU"], part.each["CPU"]), reverse=True)
 
 
 def _first_with_room(free: Sequence[Mapping[str, float]], part: RunPart, number: int) -> int | None:
