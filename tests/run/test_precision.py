@@ -43,10 +43,13 @@ class Fake:
     sampler: float = 2.0
     asked: list = field(default_factory=list)
 
-    def cuda_rounds(self, device):
+    def place(self, side):
+        return "here"
+
+    def cuda_rounds(self, side, device):
         return self.cuda
 
-    def has_instructions(self):
+    def has_instructions(self, side):
         return self.instructions
 
     def measure(self, side, layers, rows, kernel):
@@ -273,4 +276,4 @@ def test_this_machine_measures_both_sides():
         found = machine.measure(side, layers, 4, kernel)
         assert 0 < found.bfloat16 < 5 and 0 < found.float32 < 5
     assert torch.equal(torch.get_rng_state(), before)
-    assert machine.cuda_rounds("cpu") is None and isinstance(machine.has_instructions(), bool)
+    assert machine.cuda_rounds("trainer", "cpu") is None and isinstance(machine.has_instructions("trainer"), bool)

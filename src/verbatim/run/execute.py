@@ -30,7 +30,7 @@ from verbatim.logs.uploads import uploading
 from verbatim.run.alarms import make_watch, sentence
 from verbatim.run.build import make_monitors
 from verbatim.run.check import check_run
-from verbatim.run.cluster import connected
+from verbatim.run.cluster import connected, machine_of
 from verbatim.run.copies import bring_back, copies_of_runs, copy_of
 from verbatim.run.expected_time import announce
 from verbatim.run.fork import Fork, check_fork, open_fork
@@ -121,7 +121,7 @@ def _execute(
         with LiveView(console).stage("checking"):  # this is shown early: importing what a run needs takes seconds
             made = check_run(config, environments, starts_both=not trainer_elsewhere)
         services, watch = make_monitors(config), make_watch(config)
-        config, measured = resolve_dtypes(config)
+        config, measured = resolve_dtypes(config, machine=machine_of(config))
         _ask_servers(config)
         if runs is not None:
             runs.check_writable()
@@ -182,7 +182,7 @@ def _as_stored(
         stored = RunFolder.stored_tables(config, resume)
     choices: list[PrecisionChoice] = []
     if stored is not None:
-        config, choices = resolve_dtypes(config, stored=stored)
+        config, choices = resolve_dtypes(config, stored=stored, machine=machine_of(config))
     if trainer_elsewhere:
         refuse_auto(config, "trainer and orchestrator of this run are started separately")
     return config, choices

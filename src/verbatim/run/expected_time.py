@@ -127,7 +127,7 @@ def is_measured(config: RunConfig) -> bool:
     engine = inference_settings(config)
     if not isinstance(engine, TorchSettings) or engine.urls or engine.shares_device or config.model.name is None:
         return False
-    if config.trainer.parallel.processes > 1 or config.trainer.compile:
+    if config.trainer.parallel.processes > 1 or config.trainer.compile or (config.cluster and config.cluster.roles):
         return False
     folder = Path(folder_of(config.model.name))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0

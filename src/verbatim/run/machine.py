@@ -1,4 +1,4 @@
-"""Defines the properties of a machine on which the choice between float32 and bfloat16 depends."""
+"""Defines the properties of the machines of both sides on which the choice between float32 and bfloat16 depends."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ class Seconds:
 
 
 class Machine(Protocol):
-    """The interface through which the choice of a dtype queries a machine."""
+    """The interface through which the choice of a dtype queries the machine of each side."""
 
-    def cuda_rounds(self, device: str) -> bool | None:
+    def place(self, side: Side) -> str:
+        """Where this side computes, for messages: "here"."""
+
+    def cuda_rounds(self, side: Side, device: str) -> bool | None:
         """True if the CUDA device named `device` computes in bfloat16; None if `device` means the CPU."""
 
-    def has_instructions(self) -> bool:
+    def has_instructions(self, side: Side) -> bool:
         """True if the processor has instructions that multiply bfloat16."""
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:
@@ -61,11 +64,14 @@ class OnCuda:
     """A `Machine` for planning: a CUDA device from the plan's table. All devices in that table can compute in
     bfloat16."""
 
-    def cuda_rounds(self, device: str) -> bool | None:
+    def place(self, side: Side) -> str:
+        raise AssertionError("nothing is measured on a CUDA device")
+
+    def cuda_rounds(self, side: Side, device: str) -> bool | None:
         """Always True. A side that runs on the CPU next to such a device is treated as if it ran on the device."""
         return True
 
-    def has_instructions(self) -> bool:
+    def has_instructions(self, side: Side) -> bool:
         raise AssertionError("not needed for a CUDA device")
 
     def measure(self, side: Side, layers: Layers, rows: int, kernel: Kernel) -> Seconds:

@@ -41,14 +41,17 @@ _VOCAB = 256  # small, so that the output head hardly counts
 class ThisMachine:
     """The `Machine` that this process runs on."""
 
-    def cuda_rounds(self, device: str) -> bool | None:
+    def place(self, side: Side) -> str:
+        return "here"
+
+    def cuda_rounds(self, side: Side, device: str) -> bool | None:
         """True if the CUDA device named `device` computes in bfloat16; None if `device` means the CPU."""
         found = resolve_device(device)
         if found.type != "cuda":
             return None
         return torch.cuda.get_device_capability(found) >= (8, 0)  # bfloat16 arithmetic came with Ampere
 
-    def has_instructions(self) -> bool:
+    def has_instructions(self, side: Side) -> bool:
         """True if the processor has instructions that multiply bfloat16."""
         return has_bfloat16()
 

@@ -70,7 +70,7 @@ def resolve_dtypes(
     Args:
         config: The configuration, with the keys `trainer.dtype` and `inference.torch.dtype`.
         stored: The tables of the run that is resumed or forked; their dtypes take precedence.
-        machine: The machine that will compute; None for this machine.
+        machine: Answers for the machines that will compute; None for this machine.
         model: The model's folder or hub id, if it differs from `model.name`.
         keys: The keys to resolve.
 
@@ -222,7 +222,7 @@ def _choose_side(
 
     if layers.mean_size < TINY:
         return chosen("float32", f"a tiny model, {layers.mean_size:,.0f} elements per weight matrix")
-    rounds = machine.cuda_rounds(device)  # None on a CPU
+    rounds = machine.cuda_rounds(side, device)  # None on a CPU
     if rounds is not None:
         return chosen(
             "bfloat16" if rounds else "float32",
@@ -232,13 +232,13 @@ def _choose_side(
         return chosen("float32", "the model has matrix products outside its linear layers")
     if casts:
         return chosen("float32", "it is autocast on a CPU where torch compiles the layers or several processes train")
-    if not machine.has_instructions():
+    if not machine.has_instructions(side):
         return chosen("float32", "the processor has no instructions for bfloat16 (avx512_bf16, amx_bf16)")
     seconds = machine.measure(side, layers, rows, kernel)
     ratio = seconds.float32 / seconds.bfloat16
     return chosen(
         "bfloat16" if ratio >= FASTER else "float32",
-        f"bfloat16 is {ratio:.2f} times as fast as float32 here, {FASTER} required "
+        f"bfloat16 is {ratio:.2f} times as fast as float32 {machine.place(side)}, {FASTER} required "
         f"({1e3 * seconds.bfloat16:.2f} and {1e3 * seconds.float32:.2f} ms, {seconds.of})",
     )
 

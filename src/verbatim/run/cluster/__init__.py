@@ -3,6 +3,7 @@
 ```
 cluster_run.py    what one run has on the cluster; read this first
 placement.py      resources and placement groups, shown and checked before anything starts
+node_machine.py   what dtype = "auto" measures on the nodes
 folders.py        folders through the object store
 shipments.py      which folders are in the store
 node_folder.py    the folder of a run on one node
@@ -23,6 +24,7 @@ from typing import Any
 from verbatim.config.schema import RunConfig
 from verbatim.core.errors import UsageError
 from verbatim.rollouts.ray.cluster import ray_running
+from verbatim.run.machine import Machine
 
 
 @contextlib.contextmanager
@@ -59,6 +61,18 @@ def look_at_cluster(config: RunConfig) -> list[str]:
         except UsageError as error:
             return [f"cluster     not checked: {' '.join(str(error).split())}"]
         return check_cluster(ray, config)
+
+
+def machine_of(config: RunConfig) -> Machine | None:
+    """Answers what `dtype = "auto"` asks of the nodes, while this process is connected to the cluster; None without
+    [cluster]."""
+    if config.cluster is None:
+        return None
+    import ray
+
+    from verbatim.run.cluster.node_machine import NodeMachine
+
+    return NodeMachine(ray, config)
 
 
 def _ray(config: RunConfig) -> contextlib.AbstractContextManager[Any]:

@@ -68,7 +68,7 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[RunPart]:
     """
     assert config.cluster is not None
     cluster, settings, parts = config.cluster, inference_settings(config), []
-    shares, planned = settings.shares_device, settings.planned()
+    shares = settings.shares_device
     if cluster.places("trainer"):
         gpus = (0.5 if shares else 1.0) if has_gpus and config.trainer.device != "cpu" else 0.0
         each = _reserved(cluster.trainer, gpus)
@@ -82,14 +82,15 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[RunPart]:
             )
         )
     if cluster.places("sampler"):
-        is_torch = isinstance(settings, TorchSettings)
         computes = has_gpus and getattr(settings, "device", "auto") != "cpu"
-        gpus = (0.5 if shares else float(planned.devices_each)) if computes else 0.0
+        # An engine has one device. Its plan would need its dtype, which the nodes may still have to choose.
+        devices_each = 1 if isinstance(settings, TorchSettings) else settings.planned().devices_each
+        gpus = (0.5 if shares else float(devices_each)) if computes else 0.0
         parts.append(
             RunPart(
                 name="sampler replica",
                 key="cluster.sampler",
-                count=cluster.replicas if is_torch else planned.count,
+                count=num_replicas(config),
                 each=_reserved(cluster.sampler, gpus),
                 strategy="SPREAD",
             )
@@ -106,6 +107,13 @@ def parts_of(config: RunConfig, *, has_gpus: bool) -> list[RunPart]:
             )
         )
     return parts
+
+
+def num_replicas(config: RunConfig) -> int:
+    """Number of the sampler's replicas on the cluster."""
+    assert config.cluster is not None
+    settings = inference_settings(config)
+    return config.cluster.replicas if isinstance(settings, TorchSettings) else settings.planned().count
 
 
 def _reserved(own: NodeResources, gpus: float) -> dict[str, float]:
@@ -211,7 +219,7 @@ def _refuse_unequal(config: RunConfig) -> None:
             f'inference.backend = {config.inference.backend!r}: [cluster] places replicas of "torch" and "vllm"; '
             'set cluster.roles = ["trainer"] to keep the sampler on this machine'
         )
-    if settings.shares_device and (not config.cluster.places("trainer") or settings.planned().count > 1):
+    if settings.shares_device and (not config.cluster.places("trainer") or num_replicas(config) > 1):
         raise UsageError(
             f"inference.{config.inference.backend}.colocate: one replica takes turns with one trainer rank, both on "
             "the cluster; leave out colocate, or use one replica and the roles trainer and sampler"

@@ -13,12 +13,11 @@ from verbatim.config.schema import RunConfig
 from verbatim.core.errors import SamplerFault, VerbatimError
 from verbatim.core.imports import import_object
 from verbatim.inference.backends import CONNECTORS, BackendInputs
-from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.uploads import Deliver
 from verbatim.inference.pool.servers import ServerReplica
 from verbatim.models.source import base_of, is_adapter
 from verbatim.rollouts.ray.cluster import said_by_ray
-from verbatim.run.cluster.placement import Reserved
+from verbatim.run.cluster.placement import Reserved, num_replicas
 from verbatim.run.cluster.rank_actor import ActorSetup
 from verbatim.run.cluster.replica_actor import ReplicaActor
 from verbatim.run.cluster.shipments import Shipments
@@ -57,7 +56,7 @@ class RayServers:
         self._patience = config.cluster.start_timeout
         self._key = secrets.token_urlsafe(24)
         settings = inference_settings(config)
-        self._count = config.cluster.replicas if isinstance(settings, TorchSettings) else settings.planned().count
+        self._count = num_replicas(config)
         connector = import_object(CONNECTORS[config.inference.backend])
         self._connect, self.rendezvous = connector(inputs, settings, self._key)
         self._actors: dict[int, Any] = {}
