@@ -116,7 +116,7 @@ $(ENDS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt
 	rm -rf .venv-$*
 	$(PYTHON) -m venv --without-pip .venv-$*
 	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
-	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet -c .venv-$*/constraints.txt -e '.[$(QUICK_EXTRAS)]'
+	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet -c .venv-$*/constraints.txt pip -e '.[$(QUICK_EXTRAS)]'
 	@touch $@
 
 all-tests: extras

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
+from pinned import needs
 from verbatim.core.errors import ComponentError
 from verbatim.environments.tools import FunctionTool, ToolArgumentsError, ToolManager
 
@@ -24,7 +25,21 @@ def as_text(schema):
     return json.dumps(schema, ensure_ascii=False, indent=1)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
+BY_NAME = {function.__qualname__: function for function in FUNCTIONS}
+IN_TODAYS_FORM = ("unions", "containers", "choices", "long_words", "sections_after")
+"""Functions of whose hints and docstrings older releases of transformers make another schema, or none."""
+todays_form = needs(
+    "Or small." in as_text(get_json_schema(BY_NAME["long_words"])), "transformers", "today's form of schemas"
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(function, id=name, marks=[todays_form] if name in IN_TODAYS_FORM else [])
+        for name, function in BY_NAME.items()
+    ],
+)
 def test_the_schema_is_that_of_transformers(function):
     theirs = get_json_schema(function)
     assert as_text(FunctionTool(function, returns=True).schema) == as_text(theirs)
@@ -39,6 +54,7 @@ async def test_parameters_without_a_keyword_are_given_by_position():
     assert (await tool({"place": "Bonn", "days": 2, "unit": "C"})).content == "Bonn 2 C"
 
 
+@todays_form
 def test_defaults_are_told_beside_what_transformers_tells():
     ours = json.loads(as_text(FunctionTool(with_defaults).schema))
     defaults = {
