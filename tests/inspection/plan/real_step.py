@@ -1,11 +1,18 @@
 """Measures the resident memory of real training steps, each process of the trainer in a process of its own.
 
 What is counted: the highest resident memory of the second of two steps, above that of the same process with everything
-imported, a tiny model trained and dropped, and the processes connected. glibc gives each large tensor its own mapping
-(MALLOC_MMAP_THRESHOLD_), so that freed memory goes back at once: with its default it keeps freed pieces of up to 32 MB
-for later, between which others are still in use.
+imported, a tiny model trained and dropped, and the processes connected. The first step, of a few samples, makes the
+optimizer's state. glibc gives each large tensor its own mapping (MALLOC_MMAP_THRESHOLD_, from the first allocation on),
+so that freed memory goes back at once: with its default it keeps freed pieces of up to 32 MB for later, between which
+others are still in use.
+
+The processes are forked from one that has imported everything, `python real_step.py`: a job a line on standard input,
+the bytes of its processes as a line on standard output.
 """
 
+from __future__ import annotations
+
+import contextlib
 import ctypes
 import gc
 import json
@@ -13,7 +20,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 THRESHOLD = str(1 << 16)
 """Bytes from which a tensor has a mapping of its own."""
@@ -27,58 +38,107 @@ def resident(key):
     raise AssertionError(key)
 
 
-def peaks(folder, settings, lengths, *, processes=1, loss="default", reference=None, experts=0, own_malloc=True):
-    """Bytes of each process, in the order of ranks.
+@contextlib.contextmanager
+def measuring() -> Iterator[Callable[..., list[int]]]:
+    """`peaks`, by one process meanwhile."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]),
+        "MALLOC_MMAP_THRESHOLD_": THRESHOLD,
+        "MALLOC_TRIM_THRESHOLD_": THRESHOLD,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as server,
+    ):
 
-    Args:
-        folder: The model.
-        settings: Keys of `[trainer]`.
-        lengths: Arguments of `plan_helpers.groups`.
-        processes: How many.
-        loss: A name of `LOSSES`.
-        reference: A model that is not trained.
-        experts: How many each layer of the model has; 0 = it is dense.
-        own_malloc: Whether large tensors have mappings of their own.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        job = {
-            "folder": str(folder),
-            "settings": settings,
-            "lengths": lengths,
-            "processes": processes,
-            "loss": loss,
-            "reference": reference,
-            "experts": experts,
-            "meet": str(Path(name) / "store"),
-        }
-        here = Path(__file__).parent
-        malloc = {"MALLOC_MMAP_THRESHOLD_": THRESHOLD, "MALLOC_TRIM_THRESHOLD_": THRESHOLD} if own_malloc else {}
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(here), *filter(None, sys.path)]),
-            **malloc,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        children = [
-            subprocess.Popen(
-                [sys.executable, __file__, json.dumps(job), str(rank)],
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(processes)
-        ]
-        found = []
-        for child in children:
-            out, error = child.communicate(timeout=1200)
-            assert child.returncode == 0, error[-3000:]
-            found.append(int(out.splitlines()[-1]))
-        return found
+        def peaks(
+            folder: Path,
+            settings: dict[str, Any],
+            lengths: dict[str, int],
+            *,
+            processes: int = 1,
+            loss: str = "default",
+            reference: str | None = None,
+            experts: int = 0,
+        ) -> list[int]:
+            """Bytes of each process, in the order of ranks.
+
+            Args:
+                folder: The model.
+                settings: Keys of `[trainer]`.
+                lengths: Arguments of `plan_helpers.groups`.
+                processes: How many.
+                loss: A name of `LOSSES`.
+                reference: A model that is not trained.
+                experts: How many each layer of the model has; 0 = it is dense.
+            """
+            assert server.stdin is not None and server.stdout is not None
+            with tempfile.TemporaryDirectory() as name:
+                job = {
+                    "folder": str(folder),
+                    "settings": settings,
+                    "lengths": lengths,
+                    "processes": processes,
+                    "loss": loss,
+                    "reference": reference,
+                    "experts": experts,
+                    "meet": str(Path(name) / "store"),
+                }
+                print(json.dumps(job), file=server.stdin, flush=True)
+                found = [int(each) for each in server.stdout.readline().split()]
+            errors.seek(0)
+            assert len(found) == processes, errors.read()[-3000:]
+            return found
+
+        yield peaks
 
 
-def main(job, rank):
+def serve():
+    """Until standard input ends."""
+    import plan_helpers  # noqa: F401
+    import torch.distributed  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import verbatim.trainer.trainer  # noqa: F401
+
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        job, children = json.loads(line), []
+        for rank in range(job["processes"]):
+            out, into = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.dup2(into, 1)
+                try:
+                    run(job, rank)
+                except BaseException:  # noqa: BLE001  (who asked shows it)
+                    traceback.print_exc()
+                os._exit(0)
+            os.close(into)
+            children.append((child, out))
+        said = []
+        for child, out in children:
+            with open(out) as stream:
+                said.append(stream.read().split()[-1:])
+            os.waitpid(child, 0)
+        print(*(each for (each,) in filter(None, said)), flush=True)
+
+
+def run(job, rank):
+    """Print the bytes of one process."""
     import torch
     import torch.distributed as dist
     from plan_helpers import groups, write_model
@@ -95,15 +155,15 @@ def main(job, rank):
             Path(name), hidden_size=64, layers=2, vocab_size=job["lengths"]["vocab_size"], experts=job["experts"]
         )
         plain = {k: v for k, v in job["settings"].items() if k != "parallel"}
-        warm = Trainer(
+        tiny_trainer = Trainer(
             tiny,
             TrainerConfig(device="cpu", **plain),
             loss=LOSSES[job["loss"]],
             total_optimizer_steps=9,
             frozen={"reference": tiny} if job["reference"] else None,
         )
-        warm.train_batch(samples[:2])
-        del warm
+        tiny_trainer.train_batch(samples[:2])
+        del tiny_trainer
     ranks = None
     if job["processes"] > 1:
         store = dist.FileStore(job["meet"], job["processes"])
@@ -137,9 +197,9 @@ def main(job, rank):
 
         ranks.follow(obey)
     else:
-        for _ in range(2):
+        for batch in (samples[: 2 * job["processes"]], samples):
             reset_before_the_second()
-            trainer.train_batch(samples)
+            trainer.train_batch(batch)
         if ranks is not None:
             ranks.end()
     print(resident("VmHWM") - before)
@@ -149,4 +209,4 @@ def main(job, rank):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]))
+    serve()

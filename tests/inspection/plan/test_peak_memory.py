@@ -8,7 +8,7 @@ import functools
 
 import pytest
 from plan_helpers import groups, write_model
-from real_step import peaks
+from real_step import measuring
 
 from campaigns import sized
 from verbatim.algorithms.losses import LOSSES
@@ -41,7 +41,13 @@ def folder(tmp_path_factory):
     return made
 
 
-def ratio(source, settings, lengths, *, processes=1, loss="default", reference=None):
+@pytest.fixture(scope="module")
+def peaks():
+    with measuring() as found:
+        yield found
+
+
+def ratio(peaks, source, settings, lengths, *, processes=1, loss="default", reference=None):
     """The planned peak over the measured one."""
     real = max(peaks(source, settings, lengths, processes=processes, loss=loss, reference=reference))
     return planned(source, settings, lengths, processes=processes, loss=loss, reference=reference) / real
@@ -71,10 +77,10 @@ SMALL = [("10 million", "rows", 1), ("10 million", "tree", 2)]
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(("size", "packing", "processes"), sized(SMALL, CASES))
-def test_a_step_takes_what_was_planned(folder, size, packing, processes):
+def test_a_step_takes_what_was_planned(peaks, folder, size, packing, processes):
     lengths = {**LENGTHS[size], "vocab_size": SHAPES[size]["vocab_size"]}
     settings = {"micro_batch_tokens": TOKENS[size], "packing": packing}
-    found = ratio(folder(size), settings, lengths, processes=processes)
+    found = ratio(peaks, folder(size), settings, lengths, processes=processes)
     assert abs(found - 1) < BOUNDS[size]
 
 
@@ -90,7 +96,7 @@ CHECKPOINTED, BFLOAT16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
         [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
     ),
 )
-def test_settings_that_change_the_memory_change_the_plan(folder, settings, much):
+def test_settings_that_change_the_memory_change_the_plan(peaks, folder, settings, much):
     lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": 4096}
     source, usual = folder("10 million"), {"packing": "rows", "micro_batch_tokens": 4096}
     (real,) = peaks(source, usual | settings, lengths)
@@ -100,8 +106,10 @@ def test_settings_that_change_the_memory_change_the_plan(folder, settings, much)
 
 
 @pytest.mark.slow
-def test_a_reference_is_counted_whole(folder):
+def test_a_reference_is_counted_whole(peaks, folder):
     lengths = {"num_groups": 1, "group_size": 8, "length": 256, "shared": 64, "vocab_size": 4096}
     source = folder("10 million")
-    found = ratio(source, {"packing": "rows", "micro_batch_tokens": 2048}, lengths, loss="gspo", reference=str(source))
+    found = ratio(
+        peaks, source, {"packing": "rows", "micro_batch_tokens": 2048}, lengths, loss="gspo", reference=str(source)
+    )
     assert abs(found - 1) < 0.25
