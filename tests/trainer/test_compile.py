@@ -6,6 +6,7 @@ import parallel_jobs as jobs
 import pytest
 import setuptools  # noqa: F401  inductor imports it, which may fail where a test has imported the library's distutils
 import torch
+import torch._inductor.config
 from parallel_ranks import crew
 from test_trainer_steps import make_trainer
 from trainer_helpers import make_batch, routed_samples, shared_prefixes, write_model, write_qwen_moe
@@ -30,6 +31,13 @@ def uncompiled_attention(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def compiled_in_this_process():
+    """Processes that compile together would each import torch first, which takes longer than the few pieces here."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
 TRACED = "eager"
 """Layers are traced and cut into pieces as always, and the pieces are not made into C++: that takes a minute of the
 processor, and is torch's."""
@@ -44,21 +52,24 @@ def backend(request, monkeypatch):
 @pytest.mark.campaign
 @pytest.mark.parametrize("backend", [sized(TRACED, "inductor")], indirect=True)
 @pytest.mark.parametrize(
-    "settings",
+    ("num_layers", "settings"),
     [
-        {"packing": "tree", "micro_batch_tokens": 40},
-        {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True},
-        {"packing": "tree", "lora": {"r": 4, "alpha": 8}},
+        (2, {"packing": "tree", "micro_batch_tokens": 40}),
+        (sized(1, 2), {"packing": "rows", "micro_batch_tokens": 30, "gradient_checkpointing": True}),
+        (sized(1, 2), {"packing": "tree", "lora": {"r": 4, "alpha": 8}}),
     ],
 )
-def test_the_gradient_is_that_of_layers_that_are_not_compiled(sliding_qwen, settings, backend):
-    gradients_agree(sliding_qwen, [shared_prefixes(), make_batch(1)], **settings)
+def test_the_gradient_is_that_of_layers_that_are_not_compiled(tmp_path, num_layers, settings, backend):
+    """Each layer is traced by itself, which takes seconds."""
+    model = write_model(tmp_path, sliding_window=7, tied=False, num_layers=num_layers)
+    gradients_agree(model, [shared_prefixes(), make_batch(1)], **settings)
 
 
 def test_layers_that_are_made_into_programs_have_the_gradient_too(tmp_path):
-    """Of one layer and one batch: each piece takes seconds of a C++ compiler."""
+    """Of one layer and one batch of rows: each piece takes seconds of a C++ compiler, and trees are tried with pieces
+    of their own."""
     model = write_model(tmp_path, sliding_window=7, num_layers=1)
-    gradients_agree(model, [shared_prefixes()], packing="tree")
+    gradients_agree(model, [make_batch(1)], packing="rows")
 
 
 def gradients_agree(model, batches, **settings):
@@ -85,12 +96,13 @@ def gradients_agree(model, batches, **settings):
     ),
 )
 def test_a_mixture_of_experts_is_watched_and_told_what_to_choose_in_compiled_layers(tmp_path, settings, backend):
-    experts = write_qwen_moe(tmp_path, norm_topk_prob=True)
+    layers, dense = sized((2, (0,)), (3, (1,)))
+    experts = write_qwen_moe(tmp_path, norm_topk_prob=True, layers=layers, dense=dense)
     gradients, metrics = [], []
     for compiled in (True, False):
         trainer = make_trainer(experts, dtype="float64", packing="rows", compile=compiled, **settings)
         found = jobs.noted_gradients(trainer)
-        metrics.append([trainer.train_batch(batch) for batch in (routed_samples(), make_batch(1))])
+        metrics.append([trainer.train_batch(batch) for batch in (routed_samples(layers=layers), make_batch(1))])
         gradients.append(found)
     compiled, plain = gradients
     assert max(map(jobs.apart, compiled, plain)) < 1e-10
@@ -126,14 +138,15 @@ def test_layers_are_compiled_once_whatever_the_number_of_tokens(sliding_qwen, ba
 
 @pytest.mark.realtime
 @pytest.mark.campaign
-def test_two_processes_compile_their_layers(qwen):
+def test_two_processes_compile_their_layers(tmp_path):
+    model = write_model(tmp_path, num_layers=sized(1, 2))
     with crew(2) as two:
         (found,) = two.run(
             jobs.compare_compiled,
             sized(TRACED, "inductor"),
             [
                 {
-                    "model": str(qwen),
+                    "model": str(model),
                     "batches": [["usual", 0]],
                     "micro_batch_tokens": 40,
                     "compile": True,

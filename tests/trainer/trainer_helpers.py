@@ -174,13 +174,13 @@ def random_experts(length, rng, known=1.0, layers=3):
     return RoutedExperts(experts=(chosen * is_known[:, None, None]).astype(np.uint8), known=is_known)
 
 
-def routed_samples(known=1.0):
+def routed_samples(known=1.0, layers=3):
     """Samples that share prefixes, with experts at random that no router would choose. Those of shared tokens are the
     same, but for one trajectory, of which all are others."""
     rng = np.random.default_rng(3)
     by_prefix, samples = {}, []
     for sample in shared_prefixes():
-        own = random_experts(len(sample), rng, known)
+        own = random_experts(len(sample), rng, known, layers)
         for at in range(len(sample) - 1):
             key = (sample.trajectory_id == "b", sample.token_ids[: at + 1].tobytes())
             experts, is_known = by_prefix.setdefault(key, (own.experts[at].copy(), bool(own.known[at])))
