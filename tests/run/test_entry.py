@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import verbatim
-from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
+from e2e.tiny_runs import LOTS, TOML, train_lines, workplace
+from stored_runs import light_runs, tiny_model
 from verbatim.cli.main import main
 from verbatim.config import import_object, load_config, make_config
 from verbatim.core.errors import CheckpointError, ComponentError, ConfigError, NothingTrained, UsageError
@@ -42,13 +43,12 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny_model(tmp_path_factory)
 
 
 @pytest.fixture
-def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr("verbatim.logs.monitors.learning_curve.is_installed", lambda package: False)  # it takes seconds
-    with workplace(tmp_path / "work", {"lots": LOTS}) as folder:
+def place(model: Path, tmp_path: Path) -> Iterator[Path]:
+    with workplace(tmp_path / "work", {"lots": LOTS}) as folder, light_runs():
         toml = TOML.format(model=model).replace("max_batch_size = 8\n", "max_batch_size = 8\ndeterministic = true\n")
         (folder / "run.toml").write_text(toml + 'import_path = "lots.Lots"\n')
         yield folder

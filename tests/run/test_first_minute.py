@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from campaigns import sized
 from e2e.tiny_runs import build_tiny_model, train_lines, workplace
 from inspection.envcheck.forked_replay import warm_replay
 from run.drawn_projects import PLAYED, TASK, Project, draw, write_models
+from stored_runs import light_runs
 from verbatim.cli.main import main
 from verbatim.config import load_config
 from verbatim.core.errors import ComponentError
@@ -28,6 +30,13 @@ from verbatim.run.environments import check_imitation, make_environments, to_imi
 from verbatim.run.tables import component_tables
 
 __all__ = ["warm_replay"]
+
+
+@pytest.fixture(autouse=True)
+def runs_are_light() -> Iterator[None]:
+    """They draw no picture, and look for no garbage among all that earlier tests have left."""
+    with light_runs():
+        yield
 
 
 @pytest.fixture(scope="module")
