@@ -1,11 +1,14 @@
 """`verbatim plan`: what it prints, its exit status, and what it refuses."""
 
+import contextlib
+import io
 import json
 
 import pytest
 from plan_helpers import write_model
 
 from verbatim.cli.main import main
+from verbatim.inspection.plan.predict import UTILISATION
 
 FILE = """\
 [model]
@@ -31,35 +34,44 @@ dtype = "bfloat16"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder without weights: 2 layers, width 64."""
+    """A folder without weights: one layer of width 64."""
     folder = tmp_path_factory.mktemp("model")
-    return write_model(folder, hidden_size=64, layers=2, vocab_size=1000, weights=False)
+    return write_model(folder, hidden_size=64, layers=1, vocab_size=1000, weights=False)
 
 
-@pytest.fixture
-def file(tmp_path, model):
+@pytest.fixture(scope="module")
+def file(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("files")
+
     def write(*, seq_len=256, level=1, trainer=""):
-        path = tmp_path / "run.toml"
+        path = folder / "run.toml"
         path.write_text(FILE.format(model=model, seq_len=seq_len, level=level, trainer=trainer))
         return str(path)
 
     return write
 
 
-def planned(capsys, *arguments):
-    status = main(["plan", *arguments, "--json"])
-    return status, json.loads(capsys.readouterr().out)
+def planned(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = main(["plan", *arguments, "--json"])
+    return status, json.loads(said.getvalue())
+
+
+@pytest.fixture(scope="module")
+def usual(file):
+    """The exit status and the plan of the file as it stands."""
+    return planned(file(), "--gpu", "h100")
 
 
 @pytest.mark.slow
-def test_a_folder_without_weights_is_planned_for(file, capsys):
-    status, plan = planned(capsys, file(), "--gpu", "h100")
-    parameters = 1000 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192 + 2 * 64 + 2 * 16) + 64
+def test_a_folder_without_weights_is_planned_for(usual):
+    status, plan = usual
+    parameters = 1000 * 64 + (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 192 + 2 * 64 + 2 * 16) + 64
     assert status == 0 and plan["fits"] is True
     assert plan["parameters"] == plan["trained_parameters"] == parameters
     frequencies = 2 * 4 * 8  # of positions, as used and as made
     assert plan["memory"]["parts"]["weights"] == 4 * parameters + frequencies
-    tensors = 1 + 2 * 11 + 1
+    tensors = 1 + 11 + 1
     assert plan["memory"]["parts"]["optimizer"] == 8 * parameters + 4 * tensors  # two moments; a count for each tensor
     assert plan["update_bytes"] == 4 * parameters
     assert plan["batch"]["rollouts"] == 8 and plan["batch"]["sampled_tokens"] == 8 * 128
@@ -67,29 +79,27 @@ def test_a_folder_without_weights_is_planned_for(file, capsys):
 
 
 @pytest.mark.slow
-def test_gpus_that_the_sampler_leaves_are_the_trainers(file, capsys):
-    _, plan = planned(capsys, file(), "--gpu", "h100", "--gpus", "5")
+def test_gpus_that_the_sampler_leaves_are_the_trainers(file, usual):
+    _, plan = planned(file(), "--gpu", "h100", "--gpus", "5")
     assert plan["processes"] == 4
-    _, one = planned(capsys, file(), "--gpu", "h100")
+    _, one = usual
     assert plan["memory"]["parts"]["optimizer"] < one["memory"]["parts"]["optimizer"] / 3.5
 
 
 @pytest.mark.slow
-def test_a_step_takes_both_sides_in_turns_or_the_slower_one(file, capsys):
-    _, plan = planned(capsys, file(), "--gpu", "h100")
+def test_a_step_takes_both_sides_in_turns_or_the_slower_one(file, usual):
+    _, plan = usual
     trainer, sampler = plan["trainer"]["seconds"], plan["sampler"]["seconds"]
     assert plan["seconds"]["step"] == max(trainer, sampler)
     assert plan["seconds"]["trainer_waits"] == max(0, sampler - trainer)
-    _, plan = planned(capsys, file(level=0), "--gpu", "h100")
+    _, plan = planned(file(level=0), "--gpu", "h100")
     assert plan["seconds"]["step"] == plan["trainer"]["seconds"] + plan["sampler"]["seconds"]
 
 
 @pytest.mark.slow
-def test_twice_the_utilisation_is_half_of_the_time(file, capsys):
-    seconds = [
-        planned(capsys, file(), "--gpu", "h100", "--utilisation", share)[1]["trainer"]["compute_seconds"]
-        for share in ("0.2", "0.4")
-    ]
+def test_twice_the_utilisation_is_half_of_the_time(file, usual):
+    _, twice = planned(file(), "--gpu", "h100", "--utilisation", str(2 * UTILISATION))
+    seconds = [plan["trainer"]["compute_seconds"] for plan in (usual[1], twice)]
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
 
@@ -109,8 +119,8 @@ def test_compiled_layers_are_said_to_be_measured_as_others(file, capsys):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_what_to_change(file, capsys):
-    status, plan = planned(capsys, file(seq_len=2048), "--gpu", "4090", "--memory-share", "0.001")
+def test_what_does_not_fit_says_what_to_change(file):
+    status, plan = planned(file(seq_len=2048), "--gpu", "4090", "--memory-share", "0.001")
     assert "micro-batches of about" in plan["problem"]
     needed = {change["typed"]: change["needed"] for change in plan["changes"]}
     assert status == 1
