@@ -44,7 +44,7 @@ def config() -> RunConfig:
 def before_rl(config, tmp_path_factory):
     """The demo's model after part of its warm start."""
     folder = tmp_path_factory.mktemp("demo")
-    shown = ENVIRONMENT.demonstrations(400, 0)
+    shown = ENVIRONMENT.demonstrations(200, 0)
     build_model(folder / "model", config.model.build, [chat_text(d.messages, d.tools) for d in shown], seed=0)
     tokenizer = load_tokenizer(folder / "model")
     renderer = create_renderer("auto", tokenizer)
@@ -53,8 +53,8 @@ def before_rl(config, tmp_path_factory):
     ]
     conversations = [build(trajectory, needs_logprobs=False).samples for trajectory in played]
     settings = config.trainer.model_copy(update={"optim": config.warm_start.optim, "optimizer_steps_per_batch": 1})
-    trainer = Trainer(folder / "model", settings, loss=LOSSES["sft"], total_optimizer_steps=80, tokenizer=tokenizer)
-    warm_start(trainer, conversations, steps=80, batch_size=8, seed=0)
+    trainer = Trainer(folder / "model", settings, loss=LOSSES["sft"], total_optimizer_steps=40, tokenizer=tokenizer)
+    warm_start(trainer, conversations, steps=40, batch_size=8, seed=0)
     trainer.save_weights(folder / "before")
     return folder / "before"
 

@@ -17,6 +17,7 @@ import pytest
 from trainer_helpers import make_batch
 
 import warm
+from stored_runs import tiny_model
 from verbatim.config import make_config
 from verbatim.core.errors import ModelError, RunStopped, UsageError
 from verbatim.run import trainer_ranks
@@ -203,19 +204,14 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(place, qwen, mo
 
 
 GUESS = """\
-[model.build]
-hidden_size = 32
-num_layers = 2
-num_heads = 2
-num_kv_heads = 1
-intermediate_size = 64
-vocab_size = 512
+[model]
+name = "{model}"
 [warm_start]
 steps = 3
 batch_size = 4
 conversations = 8
 [orchestrator]
-seq_len = 512
+seq_len = 384
 [[orchestrator.train.env]]
 id = "guess_number"
 max_turns = 3
@@ -237,9 +233,9 @@ deadline = {deadline}
         ({"rank": "1", "pass": "bug"}, 1, f"stopped: {NAMED.format(1)} failed: KeyError"),
     ],
 )
-def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, fault, status, said):
+def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, tmp_path_factory, fault, status, said):
     """Rank 0 holds the store, as with Slurm's srun; nothing kills the others."""
-    Path("guess.toml").write_text(GUESS.format(deadline=DEADLINE))
+    Path("guess.toml").write_text(GUESS.format(model=tiny_model(tmp_path_factory), deadline=DEADLINE))
     plant(**fault)
     variables = {
         **os.environ,

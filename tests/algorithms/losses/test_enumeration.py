@@ -143,12 +143,24 @@ def sampled_groups(count=1200, seed=5):
     return groups
 
 
-def gradient_of(trajectory, loss, toy, log_pi_CV):
+@cache
+def built_samples():
+    """Of the trajectories of each sampled group: the training sample, the places of its trained tokens, and their
+    contexts."""
+    groups = []
+    for group in sampled_groups():
+        found = []
+        for trajectory in group.trajectories:
+            (sample,) = build_samples(trajectory)
+            assert sample.token_ids[0] == PROMPT
+            places = np.flatnonzero(sample.loss_mask)
+            found.append((sample, places, [context_of(sample.token_ids[1:at].tolist()) for at in places]))
+        groups.append(found)
+    return groups
+
+
+def gradient_of(sample, places, contexts, loss, log_pi_CV):
     """The gradient of a recorded trajectory, by way of its training sample: [C, V]."""
-    (sample,) = build_samples(trajectory)
-    assert sample.token_ids[0] == PROMPT
-    places = np.flatnonzero(sample.loss_mask)
-    contexts = [context_of(sample.token_ids[1:at].tolist()) for at in places]
     ids = sample.token_ids[places]
     leaf = torch.tensor(log_pi_CV[contexts, ids], requires_grad=True)
     inputs = LossInputs(
@@ -173,10 +185,7 @@ def test_the_mean_of_sampled_groups_is_the_enumerated_one(name):
     toy = longer_turns()
     log_pi_CV = toy.theta.detach().log_softmax(-1).numpy()
     found = np.array(
-        [
-            np.mean([gradient_of(t, STALE[name], toy, log_pi_CV) for t in group.trajectories], axis=0)
-            for group in sampled_groups()
-        ]
+        [np.mean([gradient_of(*built, STALE[name], log_pi_CV) for built in group], axis=0) for group in built_samples()]
     )
     error = found.std(axis=0, ddof=1) / len(found) ** 0.5
     away = np.abs(found.mean(axis=0) - off_policy(name).numpy())
