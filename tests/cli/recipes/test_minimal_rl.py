@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +17,11 @@ from verbatim.cli.main import main
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 STEP_LINE = re.compile(r"step +(\d+)  reward (\d\.\d+)  trained tokens +(\d+)  grad norm (\d+\.\d+)")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny", context_length=640)
 
 
 def load_minimal_rl() -> ModuleType:
@@ -37,11 +43,11 @@ def test_a_recipe_is_short(name: str):
 @pytest.mark.realtime  # one of them looks for a sandbox
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
 def test_config_accepts_the_recipe_and_prints_what_it_says(
-    file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    file: Path, model_folder: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # an environment may lie beside its recipe
-    build_tiny_model(tmp_path / "model", context_length=640)
+    shutil.copytree(model_folder, tmp_path / "model")
     found = ["--inference.vllm.urls", '["http://127.0.0.1:8000"]'] if "vllm" in file.name else []  # needs no vLLM here
     model = tomllib.loads(file.read_text())["model"].get("name", "")
     if "runs/" in model or "smollm2" in model:  # another run's, or one that `verbatim models get` brings
