@@ -19,8 +19,9 @@ import verbatim
 from byte_renderer import VOCAB_SIZE, ByteRenderer, call, say
 from campaigns import sized
 from docs_pages import MODULES, PAGES, PYTHON, ROOT, RUN_FILE, Snippet, snippets
-from e2e.tiny_runs import FILTERS, LOTS, TOML, build_tiny_model, train_lines, trajectory_lines, workplace
+from e2e.tiny_runs import FILTERS, LOTS, TOML, train_lines, trajectory_lines, workplace
 from rollouts.chat_server import add_numbers, chat_server
+from stored_runs import light_runs, tiny_model
 from verbatim import Trajectory
 from verbatim.cli.main import main
 from verbatim.config import load_config
@@ -41,7 +42,7 @@ from verbatim.run.tables import component_tables
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
     """A folder with every module that the documentation tells a reader to write; the current directory."""
-    with workplace(tmp_path, {**MODULES, "lots": LOTS}) as folder:
+    with workplace(tmp_path, {**MODULES, "lots": LOTS}) as folder, light_runs():
         (folder / "parcel_desk.toml").write_text(RUN_FILE)
         yield folder
 
@@ -141,15 +142,16 @@ def test_the_readmes_environment_lies_in_the_recipes_as_it_is_shown(place: Path)
 @pytest.mark.campaign
 def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path, campaign):
     """The whole: 0.19 before and 0.97 after were measured; runs of 140 steps ended at 0.97, 0.93, 0.92 and 0.58. A
-    policy that does not look is right 1 time in 4. The small run is cut to 3 of its 200 steps: it goes through, and
-    nothing is learned."""
-    short = ("--max-steps", "3", "--warm-start.steps", "20", "--orchestrator.eval.episodes", "12")
+    policy that does not look is right 1 time in 4. The small run is cut to 2 of its 200 steps, of half of the
+    rollouts: it goes through, and nothing is learned."""
+    short = ("--max-steps", "2", "--warm-start.steps", "20", "--warm-start.conversations", "100")
+    short += ("--orchestrator.batch-size", "48", "--orchestrator.eval.episodes", "12")
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["config", "parcel_desk.toml"]) == 0
         assert main(["rl", "parcel_desk.toml", "--run-dir", "run", *sized(short, ())]) == 0
     summary = json.loads((place / "run" / "summary.json").read_text())
-    assert summary["steps"] == sized(3, 200)
-    assert summary["rollouts"] == 96 * summary["steps"]
+    assert summary["steps"] == sized(2, 200)
+    assert summary["rollouts"] == sized(48, 96) * summary["steps"]
     learned = summary["success_before_rl"] <= 0.4 and summary["success_after_rl"] >= 0.6
     if sized(False, True):
         campaign("README's environment is learned").add(wrong=not learned)
@@ -268,7 +270,7 @@ def without_filters(toml: str) -> str:
 @pytest.mark.slow
 def test_the_plug_ins_train(place: Path, tmp_path_factory):
     """A limit of 0 turns flags all 8 rollouts of a step; the advantages of a group have mean 0 and deviation 1."""
-    model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
+    model = tiny_model(tmp_path_factory)
     text = TOML.replace(FILTERS, "").format(model=model)  # the snippets bring a list of their own
     (place / "run.toml").write_text(text + 'import_path = "lots.Lots"\n' + plug_ins())
     with contextlib.redirect_stdout(None):
@@ -311,7 +313,7 @@ def test_the_alarms_are_raised(place: Path):
 
 @pytest.mark.slow
 def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place: Path, tmp_path_factory):
-    model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
+    model = tiny_model(tmp_path_factory)
     (place / "run.toml").write_text(
         TOML.format(model=model) + 'import_path = "lots.Lots"\n'
         '[trainer.loss]\ntype = "custom"\nimport_path = "my_token_losses.REINFORCE"\nkwargs = { scale = 2.0 }\n'
@@ -332,7 +334,7 @@ def test_a_loss_that_names_its_level_and_an_advantage_for_each_turn_train(place:
 
 @pytest.mark.slow
 def test_a_loss_with_a_parameter_for_a_reference_has_one(place: Path, tmp_path_factory):
-    model = build_tiny_model(tmp_path_factory.mktemp("docs") / "model")
+    model = tiny_model(tmp_path_factory)
     (place / "run.toml").write_text(
         TOML.format(model=model) + 'import_path = "lots.Lots"\n[trainer.loss]\ntype = "my_reference_losses.HELD"\n'
     )
@@ -357,8 +359,8 @@ def run_snippet(page: str, word: str, **replaced: str) -> dict[str, object]:
     return names
 
 
-def test_the_renderers_snippet_bridges(tmp_path: Path):
-    model = build_tiny_model(tmp_path / "model")
+def test_the_renderers_snippet_bridges(tmp_path_factory):
+    model = tiny_model(tmp_path_factory)
     names = run_snippet("renderers.md", "bridge_to_next_turn", Qwen=str(model))
     assert names["message"] == {"role": "assistant", "content": "Wait a moment."}
     prompt, completion, bridged = (names[name].tolist() for name in ("prompt", "completion", "next_prompt"))
@@ -368,9 +370,9 @@ def test_the_renderers_snippet_bridges(tmp_path: Path):
     )
 
 
-def test_the_snippet_of_a_rollout_here_runs(tmp_path: Path, monkeypatch):
+def test_the_snippet_of_a_rollout_here_runs(tmp_path: Path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = run_snippet("rollouts.md", "TorchSampler", path__to=str(build_tiny_model(tmp_path / "model")))
+    names = run_snippet("rollouts.md", "TorchSampler", path__to=str(tiny_model(tmp_path_factory)))
     (result,) = names["trajectories"]
     assert result.error is None and result["turns"] >= 1
     assert result.info["task"] == {"answer": "7"}
