@@ -160,6 +160,16 @@ def _fork() -> int:
 
 def become(request: Mapping[str, Any]) -> None:
     """Run what was asked for, in this process."""
+    take_place(request)
+    warm.server = _serve_this_process()
+    for module in list(sys.modules.values()):  # also where it was imported by its name
+        if module is not warm and getattr(module, "__dict__", {}).get("Popen") is warm.NewProcess:
+            module.Popen = warm.CommandPopen  # type: ignore[attr-defined]
+    run(request["args"])
+
+
+def take_place(request: Mapping[str, Any]) -> None:
+    """This process becomes, in all but what it runs, the one that was asked for."""
     if request["session"]:
         os.setsid()
     else:
@@ -184,11 +194,6 @@ def become(request: Mapping[str, Any]) -> None:
         setattr(sys, f"__{name}__", stream)
     sys.modules["numpy"].random.seed()
     importlib.invalidate_caches()
-    warm.server = _serve_this_process()
-    for module in list(sys.modules.values()):  # also where it was imported by its name
-        if module is not warm and getattr(module, "__dict__", {}).get("Popen") is warm.NewProcess:
-            module.Popen = warm.CommandPopen  # type: ignore[attr-defined]
-    _run(request["args"])
 
 
 def _take_over(received: Sequence[int], wanted: Sequence[int]) -> None:
@@ -255,7 +260,7 @@ def _show_arguments(args: Sequence[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _run(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """As `python ARGS`."""
     sys.orig_argv = list(args)
     _show_arguments(args)

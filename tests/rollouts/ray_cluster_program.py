@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from byte_renderer import ByteRenderer
+from ray_workers import warm_workers
 from rollouts.players import Players, SecondTurnsWait, contents
 from verbatim.config.cluster import ClusterConfig
 from verbatim.rollouts.backends import RunnerInputs
@@ -42,6 +43,11 @@ async def play(cluster, nodes, add_node):
 
 
 def main():
+    with warm_workers():
+        lose_a_host()
+
+
+def lose_a_host():
     quiet = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
     try:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+import warm
 from byte_renderer import ByteRenderer
 from rollouts.chat_server import chat_server
 from rollouts.clocks import set_forward
@@ -220,7 +220,7 @@ async def test_what_cannot_travel_fails_its_episode_and_no_actor(shared):
 
 @pytest.mark.slow
 def test_a_lost_host_is_a_lost_worker_and_a_cluster_that_was_there_stays():
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "rollouts.ray_cluster_program"],
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -24,6 +24,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import verbatim
+from ray_workers import warm_workers
 from waiting import wait_until
 
 RANK, REPLICA, WORKER = "RankActor", "ReplicaActor", "EpisodeActor"
@@ -114,21 +115,31 @@ def marked() -> list[tuple[int, str]]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if MARK.encode() in (process / "environ").read_bytes():
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == FORKS_WORKERS or MARK.encode() in (process / "environ").read_bytes():
                 found.append((int(process.name), (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
     return sorted(found)
 
 
 MARK = f"VERBATIM_TEST_MARK={os.getpid()}"
+FORKS_WORKERS = 0
+"""The parent of Ray's workers (ray_workers.py)."""
 
 
 def main() -> None:
+    global FORKS_WORKERS
     folder, plan = Path(sys.argv[1]).resolve(), Plan(**json.loads(sys.stdin.read()))
     plan.kills = {int(step): what for step, what in plan.kills.items()}
     name, _, value = MARK.partition("=")
     os.environ[name] = value
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    with warm_workers() as FORKS_WORKERS:
+        run(folder, plan)
+
+
+def run(folder: Path, plan: Plan) -> None:
+    """Print the line."""
     world = World(plan)
     over = threading.Event()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm
 from campaigns import sized
 from e2e.tiny_runs import LOTS, build_tiny_model, train_lines
 from run.cluster.cluster_program import PARTS, RANK, REPLICA, WORKER, tables
@@ -38,7 +38,7 @@ def here(folder: Path, steps: int) -> Path:
     if not run.exists():
         settings = {**tables(folder, steps), "run_dir": str(run)}
         program = "import json, sys, verbatim; verbatim.run(json.load(sys.stdin), quiet=True)"
-        subprocess.run(
+        warm.run(
             [sys.executable, "-c", program],
             input=json.dumps(settings),
             cwd=folder,
@@ -52,7 +52,7 @@ def here(folder: Path, steps: int) -> Path:
 
 def on_cluster(folder: Path, **plan: Any) -> dict[str, Any]:
     """What the program printed at the end of a run on a cluster."""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "run.cluster.cluster_program", str(folder)],
         input=json.dumps(plan),
         cwd=folder,
