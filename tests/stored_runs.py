@@ -127,11 +127,12 @@ def light_runs() -> Iterator[None]:
     from verbatim.logs.monitors import learning_curve
 
     draw, learning_curve.draw_curve = learning_curve.draw_curve, lambda *_args, **_options: None
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # `gc.disable` would not do: commands enable it when they have imported what they need
     try:
         yield
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
         learning_curve.draw_curve = draw
 
 

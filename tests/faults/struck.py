@@ -228,6 +228,7 @@ def become(request: dict[str, Any]) -> NoReturn:
     if trace is None:
         learning_curve.is_installed = lambda package: False  # a picture costs as much as the rest of the run
     sys.dont_write_bytecode = True
+    gc.set_threshold(0)  # to look through all that was imported costs as much, too
     address = f"\0verbatim-recorder-{os.getpid()}"  # of no file, whose name may be too long
     if request["two"]:
         spare = Spare(strike, None if trace is None else (address, request["place"]))

@@ -116,6 +116,24 @@ def test_garbage_of_a_run_that_holds_nothing_between_steps_is_found():
 
 
 @pytest.mark.slow
+def test_what_stays_in_a_run_that_holds_nothing_between_steps_is_looked_through_once():
+    """As above; from then on only what is more than was left is a sign of garbage."""
+    with seldom_collected():
+        kept = [[] for _ in range(2 * SLACK)]
+        step_is_over(0)
+        cycle = Cycle()
+        gone = weakref.ref(cycle)
+        gc.freeze()  # as after a spot check
+        del cycle
+        step_is_over(0)
+        assert gone() is not None
+        more = [[] for _ in range(2 * SLACK)]
+        step_is_over(0)
+        assert gone() is None
+        del kept, more
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_over", [group_is_over, lambda: step_is_over(0), lambda: step_is_over(100)])
 def test_a_few_cycles_that_hold_much_memory_are_found(is_over, monkeypatch):
     """From 2 GiB on, once there are more than 1.5 times that and 1 GiB more; then from what is left."""

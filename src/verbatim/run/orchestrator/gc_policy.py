@@ -35,7 +35,7 @@ class _Known:
     """Baselines: only growth beyond these is a sign of garbage."""
 
     at_start: int
-    """Number of objects before the first episode."""
+    """Number of objects before the first episode; after a full collection while no episode was held, those it left."""
     memory: int
     """Resident memory in bytes: at the start, then after the first step, then after each full collection."""
     per_episode: float | None = None
@@ -100,7 +100,10 @@ def step_is_over(num_held: int) -> None:
         known.per_episode, known.memory = grown / num_held, resident()
     elif grown > GROWTH * (known.per_episode or 0.0) * num_held + SLACK or _has_grown_in_memory(known):
         _look_through_everything(known)
-        known.per_episode = max(0, _num_objects() - known.at_start) / max(1, num_held)
+        if num_held:
+            known.per_episode = max(0, _num_objects() - known.at_start) / num_held
+        else:  # what is left belongs to no episode: without this, every later step of such a run would look again
+            known.at_start = _num_objects()
 
 
 def group_is_over() -> None:
