@@ -25,3 +25,13 @@ def what_a_module_leaves_is_collected() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def runs_do_not_look_for_garbage() -> Iterator[None]:
+    """Runs in this process: `tests/run/orchestrator/test_gc_policy.py` has what they do, and commands in a process of
+    their own do it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    yield
+    gc.set_threshold(*thresholds)
