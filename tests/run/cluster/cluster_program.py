@@ -20,9 +20,6 @@ from typing import Any
 
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # read when Ray is imported; a busy machine needs it
 
-import ray
-from ray.cluster_utils import Cluster
-
 import verbatim
 from ray_workers import warm_workers
 from waiting import wait_until
@@ -72,6 +69,8 @@ class World:
     """A cluster, and a way to strike it."""
 
     def __init__(self, plan: Plan) -> None:
+        from ray.cluster_utils import Cluster
+
         self.plan, self.struck = plan, []
         self.random, self.begun = random.Random(plan.seed), threading.Event()
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **QUIET})
@@ -140,6 +139,8 @@ def main() -> None:
 
 def run(folder: Path, plan: Plan) -> None:
     """Print the line."""
+    import ray
+
     world = World(plan)
     over = threading.Event()
 
