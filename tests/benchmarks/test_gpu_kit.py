@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import warm
 from verbatim.trainer.packing import PACKERS
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +145,8 @@ def test_without_a_gpu_nothing_runs_and_the_record_says_so(kit, tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.realtime
-def test_a_check_that_takes_too_long_is_ended_and_the_next_one_runs(kit, setting):
+def test_a_check_that_takes_too_long_is_ended_and_the_next_one_runs(kit, setting, monkeypatch):
+    monkeypatch.setattr(kit.watch, "subprocess", SimpleNamespace(Popen=warm.Popen))
     slow = dataclasses.replace(check_named(kit, "flat memory"), seconds=0.0)
     records = kit.watch.watched("correctness", [slow, check_named(kit, "kept sets")], setting, 1e6)
     assert [(each["name"], each["status"]) for each in records] == [("flat memory", "failed"), ("kept sets", "passed")]
