@@ -18,7 +18,7 @@ import warm
 from verbatim import __version__
 
 ROOT = Path(__file__).parents[1]
-BUILD = "import sys, setuptools.build_meta as b; out = sys.argv[1]; b.build_sdist(out); b.build_wheel(out)"
+BUILD = "import sys, setuptools.build_meta as b; _, out, *names = sys.argv; [getattr(b, name)(out) for name in names]"
 TREE = (
     "pyproject.toml",
     "MANIFEST.in",
@@ -34,10 +34,9 @@ TREE = (
 pytestmark = [pytest.mark.slow, pytest.mark.realtime]
 
 
-def build(source: Path, out: Path) -> tuple[Path, Path]:
-    """The sdist and the wheel of a folder."""
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True)
-    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
+def build(source: Path, out: Path, *hooks: str) -> None:
+    """What these hooks of the build backend make of a folder."""
+    subprocess.run([sys.executable, "-c", BUILD, str(out), *hooks], cwd=source, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(path, source / name)
-    return build(source, out)
+    build(source, out, "build_sdist", "build_wheel")
+    return next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
 
 
 def names(wheel: Path) -> set[str]:
@@ -87,8 +87,8 @@ def test_every_file_of_the_package_is_in_the_wheel_and_the_sdist_makes_the_same_
     assert names(wheel) == {name for name in files if "__pycache__" not in name}
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
-    _, again = build(next(tmp_path.iterdir()), tmp_path / "dist")
-    assert names(again) == names(wheel)
+    build(next(tmp_path.iterdir()), tmp_path / "dist", "build_wheel")
+    assert names(next((tmp_path / "dist").glob("*.whl"))) == names(wheel)
 
 
 def test_the_installed_wheel_checks_writes_and_trains_in_an_empty_folder(
@@ -114,12 +114,10 @@ def test_the_installed_wheel_checks_writes_and_trains_in_an_empty_folder(
     assert Path(typed("-c", "import verbatim; print(verbatim.__file__)").strip()) == site / "verbatim" / "__init__.py"
     assert typed(verbatim, "--version") == f"verbatim {__version__}\n"
     assert "guess_number: An agent learns binary search" in typed(verbatim, "recipes")
-    assert "nothing wrong" in typed(verbatim, "env", "check", "guess_number")
     typed(verbatim, "recipes", "copy", "first_steps")
     assert (here / "first_steps.ipynb").read_bytes() == (ROOT / "examples" / "first_steps.ipynb").read_bytes()
     typed(verbatim, "init", "project")
     assert "nothing wrong" in typed(verbatim, "env", "check", "project/my_env.py")
-    typed(verbatim, "config", "guess_number")
     few = [
         "--max-steps",
         "2",
