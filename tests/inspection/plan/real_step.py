@@ -1,8 +1,8 @@
 """Measures the resident memory of real training steps, each process of the trainer in a process of its own.
 
 What is counted: the highest resident memory of the second of two steps, above that of the same process with everything
-imported, a tiny model trained and dropped, and the processes connected. The first step, of a few samples, makes the
-optimizer's state. glibc gives each large tensor its own mapping (MALLOC_MMAP_THRESHOLD_, from the first allocation on),
+imported, a tiny model trained and dropped, and the processes connected. The first step, which may be of a few samples,
+makes the optimizer's state. glibc gives each large tensor its own mapping (MALLOC_MMAP_THRESHOLD_, from the first allocation on),
 so that freed memory goes back at once: with its default it keeps freed pieces of up to 32 MB for later, between which
 others are still in use.
 
@@ -39,8 +39,8 @@ def resident(key):
 
 
 @contextlib.contextmanager
-def measuring() -> Iterator[Callable[..., list[int]]]:
-    """`peaks`, by one process meanwhile."""
+def measuring(first: int | None = None) -> Iterator[Callable[..., list[int]]]:
+    """`peaks`, by one process meanwhile; the first step is of so many samples for each process, or of all."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -93,6 +93,7 @@ def measuring() -> Iterator[Callable[..., list[int]]]:
                     "loss": loss,
                     "reference": reference,
                     "experts": experts,
+                    "first": None if first is None else first * processes,
                     "meet": str(Path(name) / "store"),
                 }
                 print(json.dumps(job), file=server.stdin, flush=True)
@@ -197,7 +198,7 @@ def run(job, rank):
 
         ranks.follow(obey)
     else:
-        for batch in (samples[: 2 * job["processes"]], samples):
+        for batch in (samples[: job["first"]], samples):
             reset_before_the_second()
             trainer.train_batch(batch)
         if ranks is not None:

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def peaks():
-    with measuring() as found:
+    with measuring(first=sized(2, None)) as found:
         yield found
 
 
