@@ -2,9 +2,9 @@
 
 What is counted: the highest resident memory of the second of two steps, above that of the same process with everything
 imported, a tiny model trained and dropped, and the processes connected. The first step, which may be of a few samples,
-makes the optimizer's state. glibc gives each large tensor its own mapping (MALLOC_MMAP_THRESHOLD_, from the first allocation on),
-so that freed memory goes back at once: with its default it keeps freed pieces of up to 32 MB for later, between which
-others are still in use.
+makes the optimizer's state. glibc gives each large tensor its own mapping (MALLOC_MMAP_THRESHOLD_, from the first
+allocation on), so that freed memory goes back at once: with its default it keeps freed pieces of up to 32 MB for later,
+between which others are still in use.
 
 The processes are forked from one that has imported everything, `python real_step.py`: a job a line on standard input,
 the bytes of its processes as a line on standard output.
