@@ -157,7 +157,7 @@ gpu-kit: install
 # a gibibyte of memory. The other files have nothing for it, and take long to collect.
 test-vllm: install $(VLLM_INSTALLED)
 	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -n 2 --dist loadgroup \
-	  -m vllm $$(grep -rl --include='test_*.py' 'mark\.vllm' tests)
+	  -m "vllm and not on_demand" $$(grep -rl --include='test_*.py' 'mark\.vllm' tests)
 
 vllm: $(VLLM_INSTALLED)
 
@@ -187,7 +187,7 @@ $(CLIENTS)/.codex: tests/rollouts/gateway/clients/package.json
 	@touch $@
 
 campaigns-vllm: install $(VLLM_INSTALLED)
-	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest --whole -m "campaign and vllm" -s
+	VLLM_CPU_KVCACHE_SPACE=1 VERBATIM_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest --whole -m "(campaign or on_demand) and vllm" -s
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A run on a cluster whose replicas are real vLLM servers: `make test-vllm`."""
+"""A run on a cluster whose replicas are real vLLM servers: `make campaigns-vllm`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference.vllm.real_servers import ONE_PROCESS, SMALL_CACHE
 from run.cluster.cluster_program import REPLICA
 from run.cluster.test_cluster_runs import on_cluster
 
-pytestmark = [pytest.mark.vllm, pytest.mark.realtime]
+pytestmark = [pytest.mark.vllm, pytest.mark.on_demand, pytest.mark.realtime]
 __all__ = ["model"]
 
 
