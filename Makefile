@@ -104,12 +104,14 @@ sources: install
 quick-tests: install
 	$(PYTEST) $(QUICK)
 
-# The quick tests with the lowest, the pinned and the newest versions of the ranges.
+# The quick tests with the lowest, the pinned and the newest versions of the ranges; and those of several processes, which older
+# releases of torch run by code of our own.
 test-versions: quick-tests $(ENDS:%=test-%)
 
 $(ENDS:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch, transformers; print("$*: torch", torch.__version__, "transformers", transformers.__version__)'
 	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal $(QUICK)
+	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/trainer/test_parallel.py
 
 # constraints.txt, but for the packages that constraints-NAME.txt has.
 $(ENDS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt constraints-%.txt | install

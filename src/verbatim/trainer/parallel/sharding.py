@@ -22,6 +22,7 @@ from verbatim.models.head import CausalLM
 from verbatim.models.refusal import refusing
 from verbatim.models.tiny import decoder_layers
 from verbatim.trainer.parallel.ranks import Ranks
+from verbatim.trainer.parallel.unused import reduce_unused
 
 
 class _Root(nn.Module):
@@ -96,8 +97,7 @@ class Sharding:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            # An expert may be used on one rank and not on another, but all ranks must reduce the same tensors.
-            self._root.set_reduce_scatter_unused_params(True)
+            reduce_unused(self._root)
             self._make_room()
         if self._trained:
             self._notice_use()
