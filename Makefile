@@ -104,8 +104,8 @@ sources: install
 quick-tests: install
 	$(PYTEST) $(QUICK)
 
-# The quick tests with the lowest, the pinned and the newest versions of the ranges; and those of several processes, which older
-# releases of torch run by code of our own.
+# The quick tests with the lowest, the pinned and the newest versions of the ranges; and those of several processes, which the
+# oldest torch runs by code of our own.
 test-versions: quick-tests $(ENDS:%=test-%)
 
 $(ENDS:%=test-%): test-%: .venv-%/.installed

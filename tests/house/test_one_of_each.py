@@ -150,7 +150,7 @@ FOREIGN = {
     "_map_name_with_shard": "vLLM",
     "_devices": "torch: groups of processes that no `dist.init_process_group` made",
     "_Options": "the same",
-    "_get_fsdp_state": "torch before 2.13: gradients of parameters that one rank did not use",
+    "_get_fsdp_state": "torch 2.11: gradients of parameters that one rank did not use",
     "_fsdp_param_group": "the same",
     "_forward_hooks": "torch: whether a module has any",
     "_forward_pre_hooks": "the same",

@@ -15,8 +15,8 @@ def reduce_unused(root: Any) -> None:
     """All ranks must reduce the same tensors, but an expert, say, may be used on one rank only. Gradients of parameters
     that a rank's backward pass did not reach are zeros from now on.
 
-    torch 2.13 has a method for this. For older releases, which lack it, the same is done before each group's gradients
-    are reduced.
+    torch 2.13 has a method for this. With a release that lacks it, as 2.11 does, the same is done before each group's
+    gradients are reduced.
     """
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
