@@ -6,6 +6,7 @@ holds the whole suite that takes longer than a tiny run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -29,9 +30,18 @@ def what_a_module_leaves_is_collected() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def runs_do_not_look_for_garbage() -> Iterator[None]:
-    """Runs in this process: `tests/run/orchestrator/test_gc_policy.py` has what they do, and commands in a process of
-    their own do it."""
+    """For runs in this process; commands in their own process do, as `run/orchestrator/test_gc_policy.py` tests."""
+    with no_search_for_garbage():
+        yield
+
+
+@contextlib.contextmanager
+def no_search_for_garbage() -> Iterator[None]:
+    """Garbage is collected only when a test asks for it. `gc.disable` would not do: commands enable the collector when
+    they have imported what they need."""
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
-    yield
-    gc.set_threshold(*thresholds)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

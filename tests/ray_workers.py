@@ -1,12 +1,12 @@
-"""Workers of Ray that are forked from a process that has imported everything: a tenth of a second of the processor
-each, not six.
+"""Forks Ray's workers from a process that has imported everything. A worker then takes a tenth of a second of processor
+time, not six seconds.
 
     with warm_workers():
         ray.init()      # its actors, and those of nodes that are added, are such workers
 
-Ray starts a worker by a Python file that sets it up; here this file takes that place. It asks the process that
-`warm_workers` has started for a fork, and ends when the worker ends. A worker is as a new one in all that `warm.py`
-says of a command, but has another parent.
+Ray starts a worker through a Python file of its own, and this file replaces it: it asks the process that `warm_workers`
+started for a fork, and ends when the worker ends. A forked worker differs from a new one as `warm.py` says of commands,
+and its parent is that process.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ADDRESS = "VERBATIM_TEST_RAY_WORKERS"
-"""The variable by which Ray's processes know where to ask."""
-
-
+"""The environment variable that tells Ray's processes the socket to ask."""
 _MODULES = ("aiohttp", "psutil", "grpc", "google.protobuf.message", "yaml", "jsonschema", "requests", "setproctitle")
 """What Ray imports. Ray itself reads its variables while it is imported, so each worker imports it."""
 
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[int]:
-    """What this process starts of Ray meanwhile forks its workers. Yields the process id of their parent."""
+    """Nodes that this process starts while the block runs fork their workers. Yields the process id of the workers'
+    parent."""
     from ray._private import ray_constants
 
     import warm
@@ -56,7 +55,7 @@ def warm_workers() -> Iterator[int]:
 
 
 def ask(words: list[str]) -> None:
-    """In the place of Ray's setup: have this worker forked, and wait for its end."""
+    """Have a worker forked with this command line, and wait until it ends."""
     context, command = "{}", []
     for word in words:
         name, _, value = word.partition("=")

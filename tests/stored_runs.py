@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, workplace
+from frozen import no_search_for_garbage
 from waiting import HANGS
 
 SPOKEN = '''
@@ -127,12 +127,10 @@ def light_runs() -> Iterator[None]:
     from verbatim.logs.monitors import learning_curve
 
     draw, learning_curve.draw_curve = learning_curve.draw_curve, lambda *_args, **_options: None
-    thresholds = gc.get_threshold()
-    gc.set_threshold(0)  # `gc.disable` would not do: commands enable it when they have imported what they need
     try:
-        yield
+        with no_search_for_garbage():
+            yield
     finally:
-        gc.set_threshold(*thresholds)
         learning_curve.draw_curve = draw
 
 

@@ -34,11 +34,11 @@ def spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 KILLED = [
-    ("one", "orchestrator", 4, 110),
-    ("two", "trainer", 3, 40),
-    ("two", "orchestrator", 2, 35),
-    ("overlapping", "trainer", 1, 30),
-    ("overlapping", "orchestrator", 1, 30),
+    ("one", "orchestrator", 8, 110),
+    ("two", "trainer", 5, 40),
+    ("two", "orchestrator", 3, 35),
+    ("overlapping", "trainer", 2, 30),
+    ("overlapping", "orchestrator", 2, 30),
 ]
 """The kind of a run, which process is killed, and the number of cases: of the short part, of the whole."""
 
@@ -106,7 +106,7 @@ def test_a_signal_at_any_moment_ends_the_run_with_its_status_and_it_goes_on(
     """A moment is a call of a function. SIGSTOP is followed by SIGCONT; "twice" is two times Ctrl-C, the second as soon
     as the first was sent."""
     wrong = []
-    for kind, short, long in (("one", 6, 60), ("two", 6, 60)):
+    for kind, short, long in (("one", 12, 60), ("two", 8, 60)):
         calls = place.calls(each, kind, "orchestrator", "signal", COUNTED)
         row, count = campaign(f"signals to {kind}"), sized(short, long)
         cases = list(enumerate(spread(range(1, len(calls) + 1), count)))

@@ -34,7 +34,7 @@ def make_trainer(folder, loss, packing, limit, **config):
 
 @pytest.mark.slow
 @given(batch=batches(), limit=limits, level=levels, layouts=some_layouts, recomputed=st.booleans())
-@drawn("optimizer steps: norms", 3, 1000)
+@drawn("optimizer steps: norms", 5, 1000)
 def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, level, layouts, recomputed):
     loss, formula = LEVELS[level]
     oracle = reference.model_in(model)
@@ -59,7 +59,7 @@ def test_the_loss_and_the_gradients_norm_are_divided_alike(model, batch, limit, 
     steps=st.integers(1, 4),
     pair=st.sampled_from(PAIRS),
 )
-@drawn("optimizer steps: numbers and rates", 3, 1000)
+@drawn("optimizer steps: numbers and rates", 5, 1000)
 def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_samples(
     model, run, limit, level, steps, pair
 ):
@@ -80,7 +80,7 @@ def test_optimizer_steps_and_learning_rates_do_not_depend_on_the_number_of_sampl
 
 @pytest.mark.slow
 @given(batch=batches(), limit=limits, layouts=some_layouts)
-@drawn("optimizer steps: logprobs", 3, 1000)
+@drawn("optimizer steps: logprobs", 5, 1000)
 def test_the_trainers_logprobs_are_those_of_each_turn_by_itself(model, batch, limit, layouts):
     for strategy, packing in layouts:
         trainer = make_trainer(model, LEVELS["token"][0], packing, limit)

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from verbatim.config import dump_config, load_config
+from verbatim.config.cluster import ClusterConfig
 from verbatim.config.recipe_files import recipes
 from verbatim.core.types import TrainingSample
 from verbatim.run import expected_time
@@ -85,6 +86,8 @@ def test_small_models_and_models_elsewhere_are_not_measured(config, tmp_path):
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(200_000_000)  # sparse
     assert is_measured(small)
+    assert not is_measured(small.model_copy(update={"cluster": ClusterConfig()}))
+    assert is_measured(small.model_copy(update={"cluster": ClusterConfig(roles=())}))
     inference = config.inference.model_copy(
         update={"torch": inference_settings(config).model_copy(update={"urls": ("http://127.0.0.1:1",)})}
     )

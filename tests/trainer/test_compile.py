@@ -33,7 +33,7 @@ def uncompiled_attention(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def compiled_in_this_process():
-    """Processes that compile together would each import torch first, which takes longer than the few pieces here."""
+    """Without inductor's pool of processes: each would import torch first, which takes longer than to compile here."""
     with torch._inductor.config.patch(compile_threads=1):
         yield
 
@@ -66,8 +66,8 @@ def test_the_gradient_is_that_of_layers_that_are_not_compiled(tmp_path, num_laye
 
 
 def test_layers_that_are_made_into_programs_have_the_gradient_too(tmp_path):
-    """Of one layer and one batch of rows: each piece takes seconds of a C++ compiler, and trees are tried with pieces
-    of their own."""
+    """One layer and one batch of rows, because the C++ compiler needs seconds for each piece. The campaign compiles
+    trees too."""
     model = write_model(tmp_path, sliding_window=7, num_layers=1)
     gradients_agree(model, [make_batch(1)], packing="rows")
 

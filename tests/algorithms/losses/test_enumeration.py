@@ -145,7 +145,7 @@ def sampled_groups(count=1200, seed=5):
 
 @cache
 def built_samples():
-    """Of the trajectories of each sampled group: the training sample, the places of its trained tokens, and their
+    """For each trajectory of each sampled group: its training sample, the positions of the trained tokens, and their
     contexts."""
     groups = []
     for group in sampled_groups():

@@ -27,7 +27,7 @@ def as_text(schema):
 
 BY_NAME = {function.__qualname__: function for function in FUNCTIONS}
 IN_TODAYS_FORM = ("unions", "containers", "choices", "long_words", "sections_after")
-"""Functions of whose hints and docstrings older releases of transformers make another schema, or none."""
+"""Functions for which older releases of transformers make a different schema, or raise an error."""
 todays_form = needs(
     "Or small." in as_text(get_json_schema(BY_NAME["long_words"])), "transformers", "today's form of schemas"
 )

@@ -40,7 +40,11 @@ def resident(key):
 
 @contextlib.contextmanager
 def measuring(first: int | None = None) -> Iterator[Callable[..., list[int]]]:
-    """`peaks`, by one process meanwhile; the first step is of so many samples for each process, or of all."""
+    """Yield `peaks`, which measures in forks of one process.
+
+    Args:
+        first: Number of samples per process in the first step; None for all.
+    """
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -78,10 +82,10 @@ def measuring(first: int | None = None) -> Iterator[Callable[..., list[int]]]:
                 folder: The model.
                 settings: Keys of `[trainer]`.
                 lengths: Arguments of `plan_helpers.groups`.
-                processes: How many.
+                processes: Number of processes.
                 loss: A name of `LOSSES`.
                 reference: A model that is not trained.
-                experts: How many each layer of the model has; 0 = it is dense.
+                experts: Number of experts per layer of the model; 0 for a dense model.
             """
             assert server.stdin is not None and server.stdout is not None
             with tempfile.TemporaryDirectory() as name:
@@ -106,7 +110,7 @@ def measuring(first: int | None = None) -> Iterator[Callable[..., list[int]]]:
 
 
 def serve():
-    """Until standard input ends."""
+    """Measure the jobs on standard input, until it ends."""
     import plan_helpers  # noqa: F401
     import torch.distributed  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401

@@ -13,22 +13,28 @@ from verbatim.core.errors import UsageError
 from verbatim.run.cluster import node_machine
 from verbatim.run.cluster.node_machine import NodeMachine
 from verbatim.run.machine import Layers, Seconds
-from verbatim.run.precision import resolve_dtypes
+from verbatim.run.precision import SAMPLER, resolve_dtypes
 from verbatim.run.tables import component_tables
 
 LARGE = {"hidden_size": 1024, "num_layers": 1, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1024}
 
 
-class Late(Exception):
+class Broken(Exception):
+    """Ray's RayError. Has the task's exception, if that failed and not its process."""
+
+    cause: Exception | None = None
+
+
+class Late(Broken):
     """Ray's GetTimeoutError."""
 
 
 class OneNode:
-    """A cluster of one node. Its tasks run at once, or never if the node is full."""
+    """A cluster of one node. Its tasks run at once, or end with this error."""
 
-    def __init__(self, *, full: bool = False) -> None:
-        self.full, self.reserved, self.cancelled = full, [], []
-        self.exceptions = SimpleNamespace(GetTimeoutError=Late)
+    def __init__(self, error: Broken | None = None) -> None:
+        self.error, self.reserved, self.cancelled = error, [], []
+        self.exceptions = SimpleNamespace(GetTimeoutError=Late, RayError=Broken)
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}}]
@@ -41,8 +47,8 @@ class OneNode:
         return SimpleNamespace(options=options)
 
     def get(self, task: Any, timeout: float) -> Any:
-        if self.full:
-            raise Late
+        if self.error is not None:
+            raise self.error
         function, given = task
         return function(*given)
 
@@ -104,13 +110,31 @@ def test_a_side_that_is_not_placed_is_measured_here():
     assert "float32 here" in str(choices[1])
 
 
-def test_nodes_without_room_are_named_with_what_to_type():
-    ray = OneNode(full=True)
+def test_a_measurement_that_does_not_end_is_named_with_what_to_type():
+    ray = OneNode(Late())
     config = config_of(start_timeout=7.0)
     with pytest.raises(UsageError) as refused:
         resolve_dtypes(config, machine=NodeMachine(ray, config))
     assert str(refused.value) == (
-        "no node had room within 7 s (cluster.start_timeout) to measure which dtype is faster for the trainer; wait "
-        'for other jobs, or set trainer.dtype to "float32" or "bfloat16"'
+        "no node measured within 7 s (cluster.start_timeout) which dtype is faster for the trainer; wait until other "
+        'jobs have ended, or set trainer.dtype to "float32" or "bfloat16"'
     )
     assert len(ray.cancelled) == 1
+
+
+def test_a_process_that_dies_while_it_measures_is_named_with_what_to_type():
+    ray, config = OneNode(Broken("The worker died.")), config_of(roles=["sampler"])
+    with pytest.raises(UsageError) as refused:
+        resolve_dtypes(config, machine=NodeMachine(ray, config), keys=(SAMPLER,))
+    assert str(refused.value) == (
+        "a node could not measure which dtype is faster for the sampler: The worker died.; set inference.torch.dtype "
+        'to "float32" or "bfloat16"'
+    )
+
+
+def test_a_device_that_a_node_lacks_is_said_as_on_this_machine():
+    error = Broken("a long text of Ray's")
+    error.cause = UsageError("trainer.device: there is no cuda:7")
+    config = config_of()
+    with pytest.raises(UsageError, match=r"^trainer\.device: there is no cuda:7$"):
+        resolve_dtypes(config, machine=NodeMachine(OneNode(error), config))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.config.schema import RunConfig
-from verbatim.core.errors import UsageError
+from verbatim.core.errors import UsageError, VerbatimError
+from verbatim.rollouts.ray.cluster import said_by_ray
 from verbatim.run.cluster.placement import RunPart, nodes_of, parts_of
 from verbatim.run.machine import Kernel, Layers, Machine, Seconds, Side
 from verbatim.run.measured_precision import ThisMachine
@@ -47,21 +48,29 @@ class NodeMachine:
         """What a node of this side answers.
 
         Raises:
-            UsageError: no node answered within `cluster.start_timeout`.
+            UsageError: no node answered within `cluster.start_timeout`, or the measurement failed there.
         """
         if (part := self._parts.get(side)) is None:
             return answer(question, *given)
         task = self._ray.remote(answer).options(num_cpus=part.each["CPU"], num_gpus=part.each["GPU"])
         asked = task.remote(question, *given)
+        errors, key = self._ray.exceptions, TRAINER if side == "trainer" else SAMPLER
         try:
             return self._ray.get(asked, timeout=self._patience)
-        except self._ray.exceptions.GetTimeoutError:
+        except errors.GetTimeoutError:
             self._ray.cancel(asked, force=True)
             raise UsageError(
-                f"no node had room within {self._patience:g} s (cluster.start_timeout) to measure which dtype is "
-                f"faster for the {side}; wait for other jobs, or set {TRAINER if side == 'trainer' else SAMPLER} to "
-                '"float32" or "bfloat16"'
+                f"no node measured within {self._patience:g} s (cluster.start_timeout) which dtype is faster for the "
+                f'{side}; wait until other jobs have ended, or set {key} to "float32" or "bfloat16"'
             ) from None
+        except errors.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, VerbatimError):
+                raise cause from None
+            raise UsageError(
+                f"a node could not measure which dtype is faster for the {side}: {said_by_ray(cause or error)}; set "
+                f'{key} to "float32" or "bfloat16"'
+            ) from error
 
 
 def answer(question: str, *given: Any) -> Any:
