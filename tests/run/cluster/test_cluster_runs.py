@@ -32,11 +32,19 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def here(folder: Path, steps: int) -> Path:
+def settings_of(folder: Path, steps: int, *, lora: bool) -> dict[str, Any]:
+    """The tables of a run that trains all weights, or adapters."""
+    settings = tables(folder, steps)
+    if lora:
+        settings["trainer"]["lora"] = {"rank": 4}
+    return settings
+
+
+def here(folder: Path, steps: int, *, lora: bool = False) -> Path:
     """The same run on one machine, with two ranks."""
-    run = folder / f"here-{steps}"
+    run = folder / f"here-{steps}-{'adapters' if lora else 'weights'}"
     if not run.exists():
-        settings = {**tables(folder, steps), "run_dir": str(run)}
+        settings = {**settings_of(folder, steps, lora=lora), "run_dir": str(run)}
         program = "import json, sys, verbatim; verbatim.run(json.load(sys.stdin), quiet=True)"
         warm.run(
             [sys.executable, "-c", program],
@@ -75,8 +83,11 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tests}:{folder}", "RAY_DEDUP_LOGS": "0"}
 
 
-def weights(run: Path) -> str:
-    return hashlib.sha256((run / "final" / "model.safetensors").read_bytes()).hexdigest()
+def weights(run: Path) -> dict[str, str]:
+    """The digests of the weights that a run has trained, by file."""
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (run / "final").glob("*.safetensors")}
+    assert found
+    return found
 
 
 def differences(run: Path, expected: Path, steps: int) -> list[str]:
@@ -110,14 +121,16 @@ def test_a_run_that_loses_a_rank_a_replica_a_worker_and_a_node_is_that_of_one_ma
 
 @pytest.mark.campaign
 def test_runs_that_lose_parts_at_random_moments(folder, campaign):
-    """Ranks, replicas, workers and nodes are killed at random moments; of the whole, thirty of them on eight nodes."""
+    """Ranks, replicas, workers and nodes are killed at random moments; of the whole, thirty of them on eight nodes. The
+    first run and each second one after it train adapters."""
     row, wrong, steps = campaign("kills on a cluster"), [], sized(6, 60)
     for seed in range(sized(1, 5)):
-        kills = sized(2, 6)
+        kills, lora = sized(2, 6), seed % 2 == 0
         plan = {"name": f"random-{seed}", "steps": steps, "nodes": sized(3, 8), "random_kills": kills, "seed": seed}
+        plan["settings"] = {"trainer": settings_of(folder, steps, lora=lora)["trainer"]}
         found = on_cluster(folder, **plan)
         row.cases += len(found["struck"])
-        different = differences(folder / plan["name"], here(folder, steps), steps)
+        different = differences(folder / plan["name"], here(folder, steps, lora=lora), steps)
         row.wrong += bool(different)
         if different or not set(found["struck"]) <= {*PARTS, "node"}:
             wrong.append(f"seed {seed}, {found['struck']}: {'; '.join(different)}")
