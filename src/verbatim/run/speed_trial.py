@@ -29,7 +29,7 @@ from verbatim.run.expected_time import Trial, TrialOrder
 from verbatim.run.make_trainer import threads_of
 from verbatim.run.rollouts import inference_settings
 
-SECONDS = 3.0
+SECONDS = 2.0
 """Duration of each of the measurements, beyond loading and a first pass that does not count."""
 _TRAINED_TOKENS = 1024
 """Number of tokens that a measured training step computes, as far as one conversation does not have more."""
@@ -47,10 +47,10 @@ def measure(order: TrialOrder) -> Trial:
     settings, sizes = config.trainer, _batch_sizes(config, order.conversations)
     _forget_peak()
     trained, trainer_bytes = _trainer(settings, model, order.conversations, sizes["most_trained"])
-    warm_start = None
-    if config.warm_start is not None:
+    warm_start = trained if config.warm_start is not None else None
+    if config.warm_start is not None and settings.lora is not None:
         full = settings.model_copy(update={"lora": None})
-        warm_start = trained if settings.lora is None else _trainer(full, model, order.conversations, 0)[0]
+        warm_start, _ = _trainer(full, model, order.conversations, None)
     return Trial(
         threads=torch.get_num_threads(),
         sequences=sequences,
@@ -103,21 +103,27 @@ def _sampler(
 
 
 def _trainer(
-    settings: TrainerConfig, model: str, conversations: Sequence[Sequence[TrainingSample]], most: int
+    settings: TrainerConfig, model: str, conversations: Sequence[Sequence[TrainingSample]], most: int | None
 ) -> tuple[float, int]:
     """Tokens that the trainer computes per second, and its most memory for micro-batches of `most` tokens, or as many
-    as fit."""
+    as fit; None: 0 instead of the memory, which takes one more pass to measure."""
     from verbatim.algorithms.losses import LOSSES
     from verbatim.trainer.packer import CPU_MICRO_BATCH_TOKENS
     from verbatim.trainer.trainer import Trainer
 
     trainer = Trainer(model, settings, loss=LOSSES["sft"], total_optimizer_steps=1_000_000)
     trainer.packer.trees_are_right = True  # the run checks them; here the check would count as training
-    # The memory of two sizes gives that of others: a part is the same for all, and the rest grows with the tokens.
-    few = trainer.train_batch(_first(conversations, 0, settings.packing))["num_tokens"]
-    with_few, samples = _resident("VmHWM"), _first(conversations, _TRAINED_TOKENS, settings.packing)
-    many = trainer.train_batch(samples)["num_tokens"]
-    of_each = (_resident("VmHWM") - with_few) / max(1.0, many - few)
+    samples, needed = _first(conversations, _TRAINED_TOKENS, settings.packing), 0
+    if most is None:
+        many = trainer.train_batch(samples)["num_tokens"]
+    else:
+        # The memory of two sizes gives that of others: a part is the same for all, the rest grows with the tokens.
+        few = trainer.train_batch(_first(conversations, 0, settings.packing))["num_tokens"]
+        with_few = _resident("VmHWM")
+        many = trainer.train_batch(samples)["num_tokens"]
+        of_each = max(0.0, (_resident("VmHWM") - with_few) / max(1.0, many - few))
+        most = min(most, settings.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS)
+        needed = int(with_few + of_each * max(0.0, most - few))
     times = [0]
 
     def step() -> None:
@@ -125,8 +131,7 @@ def _trainer(
         times[0] += 1
 
     seconds = _repeat(step)
-    most = min(most, settings.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS)
-    return times[0] * many / seconds, int(with_few + max(0.0, of_each) * max(0.0, most - few))
+    return times[0] * many / seconds, needed
 
 
 def _repeat(do: Callable[[], object]) -> float:
