@@ -36,7 +36,7 @@ def settings_of(folder: Path, steps: int, *, lora: bool) -> dict[str, Any]:
     """The tables of a run that trains all weights, or adapters."""
     settings = tables(folder, steps)
     if lora:
-        settings["trainer"]["lora"] = {"rank": 4}
+        settings["trainer"]["lora"] = {"r": 4}
     return settings
 
 
