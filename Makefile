@@ -121,8 +121,9 @@ $(ENDS:%=.venv-%/.installed): .venv-%/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --python .venv-$*/bin/python install --quiet -c .venv-$*/constraints.txt pip -e '.[$(QUICK_EXTRAS)]'
 	@touch $@
 
+# One worker more than cores, because many of these tests wait for processes that they start.
 all-tests: extras
-	$(PYTEST) -m "not vllm and not fake_cuda and not clients" --ignore tests/house
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "not vllm and not fake_cuda and not clients" --ignore tests/house
 
 campaigns: extras
 	$(PYTEST) --whole -m "campaign and not vllm and not fake_cuda and not clients"

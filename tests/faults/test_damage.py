@@ -77,6 +77,7 @@ def test_any_damage_to_any_file_of_the_newest_checkpoint_is_found(place: Place, 
     newest = expected / "checkpoints" / NEWEST
     names = [name for name in files(newest) if (newest / name).stat().st_size]
     short = [*zip(names, itertools.cycle(DAMAGES), strict=False), ("weights/model.safetensors", "of the one before")]
+    short += zip(names[:7], itertools.islice(itertools.cycle(DAMAGES), 2, None), strict=False)
     row = campaign("damaged checkpoints")
     chosen = sized(short, [(name, damage) for name in names for damage in DAMAGES])
     wrong = {}

@@ -109,7 +109,7 @@ def all_wrong(row, each, case, cases) -> list[str]:
 
 DISK_CASES = [("one", "orchestrator", 20), ("two", "orchestrator", 12), ("two", "trainer", 16)]
 """The kind of a run, in which process calls fail, and the number of cases of each error in the whole; the short part
-has one of each in `SHORT_CASES`."""
+has two of each in `SHORT_CASES`."""
 SHORT_CASES = {"ENOSPC": DISK_CASES, "EIO": DISK_CASES[::2], "EMFILE": DISK_CASES[:2], "EACCES": DISK_CASES[:1]}
 """Every error in a run of one process, and one or two in each process of a run of two."""
 
@@ -126,7 +126,7 @@ def test_a_call_of_the_system_that_fails_is_one_message_or_costs_only_what_it_wa
             order = {"role": role, "do": "error", "errno": number, **settings}
             allowed = (0, 1, 2) if name == "EACCES" else (0, 1)
             case = functools.partial(failed, place, expected, kind, order, allowed, os.strerror(number), None)
-            cases = spread(range(1, len(events) + 1), sized(1, count))
+            cases = spread(range(1, len(events) + 1), sized(2, count))
             wrong += all_wrong(campaign(f"{name} in {kind}, {role}"), each, case, cases)
     assert not wrong, "\n".join(wrong)
 
@@ -138,7 +138,7 @@ def test_a_call_that_fails_when_a_run_goes_on(place: Place, expected: Path, each
     for gone in (base / "checkpoints" / f"step_{STEPS:06d}", base / "final"):
         shutil.rmtree(gone)
     wrong = []
-    for name, short, long in (("EMFILE", 1, 12), ("EIO", 1, 16), ("ENOSPC", 1, 8)):
+    for name, short, long in (("EMFILE", 2, 12), ("EIO", 1, 16), ("ENOSPC", 1, 8)):
         events = place.events(each, "one", "orchestrator", base=base, ops=DISK[name]["ops"])
         order = {"role": "orchestrator", "do": "error", "errno": error_number(name), **DISK[name]}
         allowed = (0, 1, 2) if name == "EIO" else (0, 1)  # its one checkpoint cannot be read
@@ -166,7 +166,7 @@ def test_the_modules_in_whose_calls_memory_runs_out_are_there():
 def test_memory_that_runs_out_is_one_message_or_costs_an_episode(place: Place, expected: Path, each, campaign):
     wrong = []
     for name, (do, modules) in MEMORY.items():
-        for kind, count in sized((("one", 1),), (("one", 12), ("two", 10))):
+        for kind, count in sized((("one", 4),), (("one", 12), ("two", 10))):
             role = "trainer" if kind == "two" and modules is TRAINER else "orchestrator"
             events = place.calls(each, kind, role, do, modules)
             order = {"role": role, "do": do, "modules": modules}
