@@ -55,3 +55,9 @@ PYTHON = [
 ]
 MODULES = {snippet.module: snippet.text for snippet in PYTHON if snippet.module}
 (RUN_FILE,) = [s.text for s in snippets("toml", ROOT / "README.md") if "parcel_desk.ParcelDesk" in s.text]
+
+
+def lines_of(text: str) -> list[str]:
+    """The commands of a block: continued lines joined, prompts and comments taken off."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")) for line in joined.splitlines()]

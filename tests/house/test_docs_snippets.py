@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from docs_pages import MODULES, PAGES, ROOT, Snippet, snippets
+from docs_pages import MODULES, PAGES, ROOT, Snippet, lines_of, snippets
 from verbatim.cli.main import COMMANDS, make_parser, split_overrides
 from verbatim.config.backends import schema_with_backends
 from verbatim.config.fields import keys
@@ -118,12 +118,6 @@ def test_a_key_that_is_misspelt_in_a_block_would_be_seen():
 
 
 # ---- commands
-
-
-def lines_of(text: str) -> list[str]:
-    """The commands of a block: continued lines joined, prompts and comments taken off."""
-    joined = re.sub(r"\\\n\s*", "", text)
-    return [re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")) for line in joined.splitlines()]
 
 
 def commands() -> list[tuple[str, str, bool]]:
@@ -341,26 +335,6 @@ def test_the_end_of_slurms_time_reaches_the_command_alone_and_the_job_is_queued_
     assert (tmp_path / "bin" / "verbatim.calls").read_text() == "checkpoint\n"
     assert not (tmp_path / "bin" / "ray.calls").exists()
     assert "scontrol requeue 7" in calls_of(tmp_path)
-
-
-@pytest.mark.extras
-def test_ray_knows_what_the_documentation_types():
-    from ray.dashboard.modules.job.cli import submit
-    from ray.scripts.scripts import start
-    from ray.scripts.symmetric_run import symmetric_run
-
-    commands = {"start": start, "symmetric-run": symmetric_run, "job submit": submit}
-    options = {name: {option for p in command.params for option in p.opts} for name, command in commands.items()}
-    options["symmetric-run"] |= options["start"] - {"--head", "--node-ip-address", "--port", "--block"}
-    found = {}
-    for page in PAGES:
-        for line in lines_of(page.read_text("utf-8")):
-            called = re.search(r"\bray (start|symmetric-run|job submit) (--.*)", line)
-            if called is not None:
-                typed = re.findall(r"--[a-z-]+", called[2].partition(" -- ")[0])
-                found.setdefault(called[1], set()).update(typed)
-    assert {name: typed - options[name] for name, typed in found.items() if typed - options[name]} == {}
-    assert found.keys() == commands.keys()
 
 
 # ---- manifests and other formats

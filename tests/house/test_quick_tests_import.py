@@ -69,5 +69,11 @@ def test_no_test_module_imports_what_only_other_extras_install():
     assert not wrong, "import these inside of functions, or in programs that tests start"
 
 
+def test_no_test_of_the_house_needs_an_extra():
+    """`make test` runs all of them."""
+    marked = [path.name for path in (TESTS / "house").glob("*.py") if "mark." + "extras" in path.read_text("utf-8")]
+    assert marked == []
+
+
 def test_imports_at_import_are_seen():
     assert list(imported("import a.b\nif x:\n    from c import d\ndef f():\n    import e\n")) == ["a.b", "c", "c.d"]
