@@ -155,7 +155,7 @@ def run(folder: Path, plan: Plan) -> None:
             striking.start()
         cluster = {"address": world.cluster.address, "replicas": 2, "max_trainer_restarts": 100}
         settings = tables(folder, plan.steps)
-        settings["orchestrator"]["rollout"] = {"backend": "ray", "workers": 4}
+        settings["orchestrator"]["rollout"] = {"backend": "ray", "workers": max(4, plan.nodes)}
         settings |= {"cluster": cluster, "run_dir": str(folder / plan.name), **plan.settings}
         began = time.monotonic()
         result = verbatim.run(settings, monitors=[Striker(world)], quiet=True)
