@@ -1,7 +1,7 @@
 """What it costs to bring weights and a batch to the nodes of a cluster: Ray's object store against a shared folder.
 
     python benchmarks/cluster_transfer.py --nodes 4 --rounds 3
-    python benchmarks/cluster_transfer.py --shared /tmp/share --mount /mnt/1 --mount /mnt/2
+    python benchmarks/cluster_transfer.py --nodes 2 --shared /tmp/share --mount /mnt/1 --mount /mnt/2
 
 All nodes are on this machine, and nothing else may run on it. Each round publishes a folder of weights (safetensors)
 and a batch once, and has every node read all of it, first through one and then through the other; a node copies each
