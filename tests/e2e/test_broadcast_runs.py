@@ -140,7 +140,7 @@ def test_every_version_reaches_both_servers_also_after_one_was_killed_in_the_mid
     versions, arrived = published(place), received(place)
     assert sorted(versions) == sorted(arrived) == list(range(done + 3))
     assert len({json.dumps(tensors) for tensors in versions.values()}) == done + 3
-    assert arrived[struck] == [None]
+    assert set(arrived[struck]) == {None}  # read by the fellow, and by the killed one if it is back already
     for version, tensors in arrived.items():  # a server that comes back reads a folder first
         assert all(found == versions[version] or (found is None and version >= struck) for found in tensors), version
     for version in (*range(struck), done + 1, done + 2):
