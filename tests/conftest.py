@@ -20,6 +20,7 @@ from hypothesis.internal.conjecture import providers
 import warm
 from campaigns import Campaign, CampaignTable, set_whole
 from durations import DurationsTable
+from longest import longest_first
 from realtime import RealtimeCheck
 from token_identity import watched
 from verbatim.core import imports
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(DurationsTable())
     if config.getoption("--where-time-goes") or config.getoption("--check-realtime"):
         config.pluginmanager.register(RealtimeCheck(refuse=config.getoption("--check-realtime")))
+
+
+@pytest.hookimpl(trylast=True)  # once the tests that are not wanted are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each worker of pytest-xdist begins with tests that take long."""
+    if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        items[:] = longest_first(items, num_workers)
 
 
 @pytest.fixture(scope="session")

@@ -350,6 +350,31 @@ async def test_a_copy_of_a_worker_says_nothing_to_the_run(shared):
     same(good, await players.here("3"))
 
 
+class StartsOnceTold:
+    """A worker that starts once the pool has said that it waits for it."""
+
+    def __init__(self, is_told):
+        self.is_told = is_told
+
+    async def start(self):
+        await until(self.is_told)
+        return 1
+
+    async def close(self):
+        pass
+
+
+async def test_it_is_said_that_workers_take_long_to_start(monkeypatch, caplog):
+    monkeypatch.setattr(worker_pool, "SAY_EVERY", 0.0)
+    said = "waiting for a Ray actor to start: 1 of 2 have started after "
+    facts = iter([lambda: True, lambda: said in caplog.text])
+    pool = worker_pool.WorkerPool(lambda alone: StartsOnceTold(next(facts)), None, workers=2, what="Ray actor")
+    await pool.start()
+    assert pool.pids == [1, 1]
+    await pool.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 @pytest.mark.slow
 async def test_what_hinders_the_workers_is_said_before_anything_is_played(monkeypatch, tmp_path):
     players = Players(folder=str(tmp_path))

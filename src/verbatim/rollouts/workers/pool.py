@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ MOST_ALONE = 4
 the maximum is the number of workers."""
 LONGEST_PAUSE = 10.0
 """Maximum pause in seconds before a lost worker is replaced (see `pause_before_replacement`)."""
+SAY_EVERY = 60.0
+"""Seconds between two messages about workers that have not started yet."""
 
 
 @dataclass(eq=False)
@@ -92,7 +95,23 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start all workers. Raises UsageError if a worker cannot be started."""
-        await run_together(self._add() for _ in range(self._num_wanted))
+        saying = asyncio.create_task(self._say_how_many(), name="workers-that-start")
+        try:
+            await run_together(self._add() for _ in range(self._num_wanted))
+        finally:
+            saying.cancel()
+
+    async def _say_how_many(self) -> None:
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(SAY_EVERY)
+            logger.warning(
+                "waiting for a %s to start: %d of %d have started after %d s",
+                self._what,
+                len(self._workers),
+                self._num_wanted,
+                time.monotonic() - began,
+            )
 
     async def close(self) -> None:
         """End every worker."""

@@ -14,8 +14,9 @@ from verbatim.core.ctrl_c import users_errors
 from verbatim.core.texts import error_text
 from verbatim.rollouts.runner import EpisodeTask
 
-START_TIMEOUT = 120.0
-"""Timeout in seconds for starting a worker and creating its environments."""
+START_TIMEOUT = 600.0
+"""Timeout in seconds for starting a worker and creating its environments. It is long because a cluster may first have
+to add a node, and because imports alone take minutes on a machine that is busy."""
 
 
 class WorkerLost(Exception):
