@@ -10,6 +10,8 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# How an actor ended, Ray tells once it knows; by default it says after a second that the actor is "unavailable".
+os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "300000")
 
 from collections.abc import Callable, Iterator
 

@@ -92,8 +92,8 @@ def test_a_module_finds_what_a_new_process_finds(tmp_path: Path):
         "def fail():\n    1 / 0\n\n\nfail()",
         "x = (",
         "import os; os.close(1); print('lost')",
-        "import atexit, threading, time\natexit.register(print, 'last')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('first')",
+        "import atexit, threading\natexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (threading.main_thread().join(), print('thread'))).start()\nprint('first')",
         "class A:\n    def __del__(self):\n        print('gone')\n\n\na = A()\na.self = a",
         "import sys\nsys.excepthook = lambda kind, error, trace: print(kind, trace.tb_frame.f_code.co_filename)\n1 / 0",
         "print(input(), input())",
@@ -125,7 +125,7 @@ def test_random_numbers_are_other_ones_in_each_process():
 
 def test_processes_live_side_by_side_and_hear_signals():
     script = (
-        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
         "print('ready', flush=True)\nprint(sys.stdin.readline())"
     )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -189,7 +189,14 @@ def test_the_server_of_a_killed_process_ends():
         process.stdout.readline()
         (own,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
-    wait_until(lambda: not Path(f"/proc/{own}").exists() or ") Z " in Path(f"/proc/{own}/stat").read_text())
+    wait_until(lambda: has_ended(own))
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it may go while it is read
+        return True
 
 
 def test_asyncio_starts_commands_as_subprocess_does():

@@ -199,7 +199,7 @@ def test_a_kill_loses_no_task_and_repeats_none(place: Path):
             process.send_signal(signal.SIGKILL)
             process.wait()
             killed.set()
-            assert wanted <= len(results()) < 60
+            assert wanted <= len(lines()) < 60  # the last one may be half a line
         wanted = 0
         assert main(arguments(server)) == 0
     assert len({r["task"] for r in results()}) == len(results()) == 60

@@ -115,7 +115,7 @@ async def test_a_start_that_is_cancelled_and_fails_is_cancelled():
 async def test_a_killed_child_is_not_waited_for_longer_than_it_lives(tmp_path: Path):
     """A process in a session of its own outlives it, and holds its pipes."""
     pipe = asyncio.subprocess.PIPE
-    script = f"setsid sleep 1000 & echo $! > {tmp_path / 'pid'}; {FOR_EVER}"
+    script = f"setsid bash -c 'echo $$ > {tmp_path / 'pid'}; exec sleep 1000' & {FOR_EVER}"
     process = await children.start_async(["bash", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
     other = await asyncio.to_thread(pid_in, tmp_path / "pid")
     try:

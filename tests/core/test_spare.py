@@ -29,6 +29,8 @@ def child(arguments):
         "comm": Path("/proc/self/comm").read_text().strip()}))
     if "wait" in arguments:
         time.sleep(1000)
+    while not Path("polled").exists():
+        time.sleep(0.005)
     sys.exit(7)
 
 spare.allow()
@@ -44,7 +46,9 @@ except spare.Become as order:
 STARTS = """
     with open("errors", "ab") as errors:
         kept.start(["trainer", "a b"WAIT], quiet=QUIET, errors=errors)
-    print(kept.poll(), kept.wait(), kept.poll(), spare.take(), flush=True)
+    first = kept.poll()
+    Path("polled").touch()
+    print(first, kept.wait(), kept.poll(), spare.take(), flush=True)
 """
 
 
@@ -61,7 +65,7 @@ def run(folder: Path, parent: str) -> subprocess.Popen[str]:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # it may go while it is read
         return False
 
 
@@ -109,7 +113,7 @@ def test_the_status_of_a_copy_that_is_killed_is_its_signal(tmp_path: Path):
     killed = (
         STARTS.replace("QUIET", "True")
         .replace("WAIT", ', "wait"')
-        .replace("    print(kept.poll()", "    os.kill(kept.pid, 9)\n    print(None")
+        .replace("    first = kept.poll()", "    os.kill(kept.pid, 9)\n    first = None")
     )
     said, _ = run(tmp_path, killed).communicate(timeout=HANGS)
     assert said.splitlines()[-1] == "None -9 -9 None"
@@ -119,7 +123,7 @@ def test_the_status_of_a_copy_that_is_killed_is_its_signal(tmp_path: Path):
 @pytest.mark.parametrize("number", [None, signal.SIGKILL])
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_copy_does_not_outlive_the_one_that_made_it(tmp_path: Path, is_started: bool, number: int | None):
-    begun = STARTS.replace("QUIET", "True").replace("WAIT", ', "wait"').partition("    print")[0] if is_started else ""
+    begun = STARTS.replace("QUIET", "True").replace("WAIT", ', "wait"').partition("    first")[0] if is_started else ""
     process = run(tmp_path, f"{begun}    print('ready', flush=True)\n    sys.stdin.read()")
     assert process.stdout is not None
     copy = int([process.stdout.readline() for _ in range(3)][1])

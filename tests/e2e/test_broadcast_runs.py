@@ -123,7 +123,8 @@ def test_every_version_reaches_both_servers_also_after_one_was_killed_in_the_mid
     without it, then with it."""
     with start(place, "run.toml", "--run-dir", "mine", "--max-steps", "1000") as run:
         wait_until(lambda: num_steps(place) >= 3 or run.poll() is not None, LONGEST)
-        (place / "strike").write_text("die")
+        (place / "plan").write_text("die")
+        (place / "plan").rename(place / "strike")
         wait_until(lambda: is_whole_again(place) or run.poll() is not None, LONGEST)
         assert run.poll() is None, said(place)
         run.send_signal(signal.SIGINT)

@@ -113,10 +113,21 @@ UPDATE = [
 ]
 
 
+def is_served(place: Path) -> bool:
+    """Whether a server is left, which writes to the log."""
+    path = str((place / "mine" / "logs" / "inference" / "replica_0.log").resolve())
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "fd" / "1") == path:
+                return True
+    return False
+
+
 def test_sampler_and_trainer_take_turns_until_the_end_also_in_a_run_that_was_killed_and_goes_on(place):
     with start(place, "run.toml", "--run-dir", "mine", "--max-steps", "1000") as run:
         wait_until(lambda: len(steps(place)) >= 3 or run.poll() is not None, LONGEST)
         run.send_signal(signal.SIGKILL)
+    wait_until(lambda: not is_served(place), LONGEST)  # the server may still write what it was asked last
     done, first = len(steps(place)), log(place)
     (place / "mine" / "config.toml").write_text(
         (place / "mine" / "config.toml").read_text().replace("max_steps = 1000", f"max_steps = {done + 2}")

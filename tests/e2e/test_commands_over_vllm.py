@@ -4,6 +4,7 @@ servers that the command starts."""
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,9 +193,11 @@ def test_a_server_that_the_command_starts_ends_with_it(place: Path, model: Path,
     ],
 )
 def test_servers_that_cannot_be_used_are_told(place: Path, model: Path, capsys, command, servers, status, said):
-    port = str(free_port())
-    write_run(model, servers.replace("{port}", port))
-    assert main(command) == status
+    with socket.socket() as nobodys:  # bound, and nobody listens: it refuses connections, and nobody else gets the port
+        nobodys.bind(("127.0.0.1", 0))
+        port = str(nobodys.getsockname()[1])
+        write_run(model, servers.replace("{port}", port))
+        assert main(command) == status
     told = capsys.readouterr().err
     assert said.replace("{port}", port) in " ".join(told.split())
     assert "Traceback" not in told

@@ -107,7 +107,7 @@ def ranks_that_live(run: Path) -> list[int]:
 def _lives(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except OSError:  # it may go while it is read
         return False
     return b"trainer_rank" in command
 

@@ -396,7 +396,8 @@ def test_trainer_and_orchestrator_are_started_one_by_one_stopped_at_either_side_
         assert status == 2
         assert f"a different configuration; stored -> given: max_steps: {STEPS} -> {STEPS + 1}" in text
         with process("trainer", *new) as trainer:
-            wait_until(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 1)
+            metrics = run / "metrics.jsonl"
+            wait_until(lambda: metrics.exists() and '"kind": "train"' in metrics.read_text())
             trainer.send_signal(signal.SIGINT)
             told = trainer.communicate(timeout=HANGS)[0]
             said = orchestrator.communicate(timeout=HANGS)[0]

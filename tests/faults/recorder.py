@@ -108,10 +108,19 @@ class Recorder:
                 self._inside.it = False
 
     def _compare(self) -> None:
-        found: dict[tuple[Node, str], int] = {}
-        status: dict[int, tuple[os.stat_result, str]] = {}
-        fresh: dict[int, Node] = {}
-        self._walk(str(self.root), 0, found, status, fresh)
+        gone = {number for number, node in self._nodes.items() if node == 0}  # of the folder itself, which is not in it
+        while True:
+            found: dict[tuple[Node, str], int] = {}
+            status: dict[int, tuple[os.stat_result, str]] = {}
+            fresh: dict[int, Node] = {}
+            # Other threads go on meanwhile. What they move to where the walk has been already is not gone: it is where
+            # the next walk finds it.
+            with contextlib.suppress(FileNotFoundError):
+                self._walk(str(self.root), 0, found, status, fresh)
+                missing = self._nodes.keys() - status.keys()
+                if missing == gone:
+                    break
+                gone = missing
         before = {number: node for number, node in self._nodes.items() if number in status or node == 0}
         after = {**before, **fresh}
         entries = {key: after[number] for key, number in found.items()}
@@ -142,10 +151,7 @@ class Recorder:
         fresh: dict[int, Node],
     ) -> None:
         for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            try:
-                now = os.lstat(entry.path)
-            except FileNotFoundError:  # another thread has removed it meanwhile: the next look sees it gone
-                continue
+            now = os.lstat(entry.path)
             number = number_of(now)
             if number not in self._nodes and number not in fresh:
                 fresh[number] = self._next

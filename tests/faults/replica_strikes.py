@@ -314,7 +314,8 @@ class ReplicaRun:
     def _until_warm_servers_end(self) -> None:
         """Those of the tests, not of the run: each ends when it reads that the process it served has ended."""
         late = time.monotonic() + LONGEST
-        while any(b"warm_server.py" in command for _, command in self.processes()) and time.monotonic() < late:
+        warm = (b"warm_server.py", b"double_server.py")
+        while any(name in command for _, command in self.processes() for name in warm) and time.monotonic() < late:
             time.sleep(0.05)
 
     def metrics(self) -> dict[str, float]:

@@ -320,7 +320,7 @@ async def test_played_in_processes_it_costs_its_own_episodes(tmp_path, campaign,
     if mode == "block":  # an episode that is cut off before it blocks ends with the same error
         monkeypatch.setattr(worker_pool, "GRACE", 0.1)
         limits = EpisodeLimits(timeout=1.0, max_turns=4)
-    if mode in ("hang", "swallow"):  # one at a time, as all that a worker plays have its clock
+    if mode in ("block", "hang", "swallow"):  # one at a time: all on a worker share its clock and its loss
         slots = 1
     row = campaign("environments, in processes")
     row.add(wrong=True)

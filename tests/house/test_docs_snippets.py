@@ -329,6 +329,8 @@ def test_the_end_of_slurms_time_reaches_the_command_alone_and_the_job_is_queued_
         {**ON_A_CLUSTER, "ray": lives + ON_A_CLUSTER["ray"], "verbatim": waits},
     )
     wait_until(lambda: (tmp_path / "bin" / "verbatim.waits").exists() or running.poll() is not None)
+    # Once the command runs, the script sleeps nowhere but in its `wait`.
+    wait_until(lambda: Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()[0] in "SZ")
     running.terminate()
     _, said = running.communicate()
     assert running.returncode == 143, said  # of the `wait` that the signal interrupted

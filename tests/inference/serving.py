@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ports import held_port, number_of
 from verbatim.inference.embedded.engine import TorchSampler
 from verbatim.inference.embedded.settings import TorchSettings
 from verbatim.inference.http.server import serve_sampler
@@ -27,7 +28,7 @@ class TorchServer:
     ) -> None:
         self._model, self._context_length, self._on_weight_update = model, context_length, on_weight_update
         self._serving = serving
-        self._port = 0
+        self._held = held_port()  # between a stop and the next start too
         self._thread: threading.Thread | None = None
         self.url = ""
         self.engine: TorchSampler | None = None
@@ -57,8 +58,8 @@ class TorchServer:
             on_weight_update=self._on_weight_update,
         )
         try:
-            async with serve_sampler(self.engine, port=self._port, **self._serving) as server:
-                self.url, self._port = server.url, int(server.url.rpartition(":")[2])
+            async with serve_sampler(self.engine, port=number_of(self._held), **self._serving) as server:
+                self.url = server.url
                 self._up.set()
                 await self._end.wait()
         finally:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from inference.serving import TorchServer
 from inference.vllm.vllm_double import VllmDouble
 from inference.vllm.vllm_double import serving as serving_double
+from ports import held_port, number_of
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference import Completion, SampleRequest, SamplingParams
 from verbatim.inference.backends import BackendInputs
@@ -26,7 +27,6 @@ from verbatim.inference.http.replica import HttpReplica
 from verbatim.inference.pool import servers as pool_servers
 from verbatim.inference.pool.servers import ServerPool
 from verbatim.inference.scripted import ScriptedSampler
-from verbatim.inference.vllm.process import free_port
 
 pytestmark = pytest.mark.realtime
 
@@ -261,10 +261,11 @@ async def test_a_server_of_vllm_is_refused(models: dict[str, Path]):
 
 
 async def test_a_server_that_does_not_answer_is_named(models: dict[str, Path]):
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(SamplerFault, match=rf"^replica 0 \({url}\): describe: .*Connection error"):
-        async with pool_of(models["tied"], [url]):
-            pass
+    with held_port() as held:
+        url = f"http://127.0.0.1:{number_of(held)}"
+        with pytest.raises(SamplerFault, match=rf"^replica 0 \({url}\): describe: .*Connection error"):
+            async with pool_of(models["tied"], [url]):
+                pass
 
 
 @pytest.mark.parametrize(

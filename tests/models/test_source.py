@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import constants
 from transformers.utils.hub import hf_api
 
+from ports import held_port, number_of
 from verbatim.config.schema import BuildConfig
 from verbatim.core.errors import ModelError
 from verbatim.models import source
@@ -105,9 +106,9 @@ def point_at(monkeypatch, port):
 @pytest.fixture
 def no_hub(monkeypatch):
     """An address that takes no connections."""
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
-        port = server.server_port
-    point_at(monkeypatch, port)
+    with held_port() as held:
+        point_at(monkeypatch, number_of(held))
+        yield
 
 
 @pytest.mark.realtime

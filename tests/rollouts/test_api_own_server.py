@@ -7,12 +7,11 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from verbatim.environments.tools import ToolManager
 from verbatim.inference import SamplingParams
 from verbatim.inference.http.sampler import HttpSampler
 from verbatim.inference.openai import OpenAI
+from verbatim.inference.vllm.process import free_port
 from verbatim.rollouts import APIMultiTurnRollout, MultiTurnRollout, trajectory_from_messages
 from waiting import HANGS, wait_until
 
@@ -246,12 +246,11 @@ async def test_token_in_token_out_over_the_process_equals_the_local_rollout(url:
 
 def test_a_server_that_dies_in_the_middle_fails_trajectories_and_loses_none(model: Path):
     with verbatim_serve(model) as (started, url):
-        calls = []
+        number = count(1)  # tools are called on several threads: each number is given once
 
         def add(a: int, b: int) -> int:
             """Add two numbers."""
-            calls.append((a, b))
-            if len(calls) == 3:
+            if next(number) == 3:
                 started.kill()
                 started.wait(timeout=HANGS)
             return a + b
@@ -280,9 +279,7 @@ def vllm_url(model: Path) -> Iterator[str]:
     """vLLM has requirements of its own, so it may live in another environment than ours. Prompts are computed in parts
     of 64 tokens, where its build for CPUs does not survive a seed."""
     python = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with process(
         python,
         "-m",

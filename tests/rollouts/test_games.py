@@ -442,7 +442,8 @@ def findings_of(name: str, capsys) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.realtime
 @pytest.mark.parametrize("name", sized(CHECKED, [*ALONE, *AGAINST]))
-def test_env_check_finds_nothing_wrong(name: str, capsys, campaign):
+def test_env_check_finds_nothing_wrong(name: str, capsys, campaign, monkeypatch):
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)  # a slow machine is no fault of a game
     row = campaign("games of textarena, checked")
     # A dozen games at random may all be lost: nothing else may be found.
     found = [kind for kind in findings_of(name, capsys) if kind != "score_constant"]

@@ -179,14 +179,15 @@ async def test_an_environment_that_damages_its_interpreter_costs_its_own_episode
 @in_one_loop
 async def test_a_worker_that_is_stuck_is_taken_for_lost(shared, monkeypatch):
     monkeypatch.setattr(worker_pool, "MOST_ATTEMPTS", 1)
+    monkeypatch.setattr(worker_pool, "GRACE", 2 * HANGS)
     players, pool = shared
     playing = asyncio.create_task(players.group(pool, "block", size=1).run())
     await until(lambda: list(players.folder.glob("blocks-*")))
-    set_forward(players.limits.timeout + worker_pool.GRACE - 1)
+    set_forward(players.limits.timeout + HANGS)  # past the deadline, and not yet past the grace
     for _ in range(100):
         await asyncio.sleep(0)
     assert not playing.done()
-    set_forward(2)
+    set_forward(HANGS)
     (failed,) = (await asyncio.wait_for(playing, HANGS)).trajectories
     assert failed.error.startswith(f"worker: it did not end an episode within {worker_pool.GRACE:g} s of its deadline")
     good = await players.group(pool, "3").run()

@@ -308,7 +308,14 @@ def ignore_presses_at_the_very_end() -> None:
     """Called when the process begins. After the last `atexit` function Python removes its signal handlers, and a signal
     would then replace the exit status of a command that has finished. So this registers a last function that ignores
     signals."""
-    atexit.register(ignore_presses)
+    atexit.register(_ignore_presses_on_the_main_thread)
+
+
+def _ignore_presses_on_the_main_thread() -> None:
+    # Another thread runs the last functions where the main one is stuck (`cli.ending`). It cannot set signal handlers,
+    # and need not: `end_at_a_press` has set them.
+    if threading.current_thread() is threading.main_thread():
+        ignore_presses()
 
 
 def leave_presses_to_the_run() -> None:

@@ -86,18 +86,23 @@ def test_groups_that_a_killed_process_left_are_removed(tmp_path, monkeypatch):
 
 GROWS = """
 import os
+begin, begins = os.pipe()
 for _ in range(3):
     if os.fork() == 0:
-        os.read(0, 1)
+        os.close(begins)
+        os.read(begin, 1)
         held = bytes([1]) * (40 << 20)
         os.write(1, b"x")
         os.read(0, 1)
         os._exit(0)
 os.write(1, b"-")
+os.read(0, 1)
+os.close(begins)
 for _ in range(3):
     os.wait()
 """
-"""Three children, each of which holds 40 MiB once it has read a byte."""
+"""Three children, each of which holds 40 MiB once their parent has read a byte. They see its pipe end: a byte for each
+of them could be read by one that is done already."""
 
 
 @pytest.mark.realtime
@@ -106,14 +111,14 @@ def test_children_that_hold_too_much_together_are_ended_by_the_kernel_or_else_to
     with subprocess.Popen([sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.read(1) == b"-"
         watched = watch.add(process.pid, 64, told.set)
-        process.stdin.write(b"...")
+        process.stdin.write(b".")
         process.stdin.flush()
         if watched.group is None:
             assert process.stdout.read(3) == b"xxx"
         else:
             wait_until(lambda: watched.group.has_killed)
         watch.look()
-        assert told.is_set()
+        assert told.wait(HANGS)  # the watch's own thread may have looked first, and be about to tell
         process.stdin.close()
     watch.remove(watched)
     assert watched.group is None or not watched.group.folder.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verbatim.environments.tools.group_memory import MemoryWatch, descendants, held_kb
-from waiting import HANGS
+from waiting import HANGS, wait_until
 
 pytestmark = pytest.mark.realtime
 
@@ -67,6 +67,7 @@ def test_too_much_is_told_once():
     with running(held=HELD) as pid:
         few, many = watch.add(pid, 32, lambda: told.append("few")), watch.add(pid, 150, lambda: told.append("many"))
         watch.look()
+        wait_until(lambda: told)  # the watch's own thread may have looked first, and be about to tell
         watch.look()
         assert told == ["few"]
         watch.remove(few)

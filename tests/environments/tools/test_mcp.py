@@ -285,8 +285,10 @@ def test_nothing_is_left_of_a_source_that_is_closed():
 
 
 def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
-    script, pid = tmp_path / "server.py", tmp_path / "pid"
-    script.write_text(f"import os\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\n" + Path(SERVER).read_text())
+    script, pid, go = (tmp_path / name for name in ("server.py", "pid", "go"))
+    noted = f"import os, pathlib, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+    waits = f"while not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n"
+    script.write_text(noted + waits + Path(SERVER).read_text())
 
     async def cancelled():
         async def use():
@@ -296,6 +298,7 @@ def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
         task = asyncio.create_task(use())
         await asyncio.to_thread(until, lambda: pid.exists() and pid.read_text())
         task.cancel()
+        go.touch()  # it could not be open before
         with pytest.raises(asyncio.CancelledError):
             await task
 

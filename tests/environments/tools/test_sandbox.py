@@ -22,6 +22,7 @@ from environments.tools.sandbox_output import what_sandboxes_say
 from rollouts.clocks import set_forward
 from verbatim.core.errors import EnvironmentFault, UsageError
 from verbatim.environments.tools import sandbox as module
+from verbatim.environments.tools.group_memory import MemoryWatch
 from verbatim.environments.tools.isolation import (
     ISOLATIONS,
     NO_ISOLATION,
@@ -349,15 +350,17 @@ async def test_without_isolation_they_are_stopped_too(start: Start):
 
 
 async def test_what_a_command_left_is_stopped_and_the_next_one_is_told(start: Start, monkeypatch):
-    add, told = module.WATCH.add, threading.Event()
+    watch, told = MemoryWatch(interval=HANGS), threading.Event()
+    add = watch.add
 
     def watched(leader: int, memory_mb: int, on_too_much: Callable[[], None], **limits):
         return add(leader, memory_mb, lambda: (on_too_much(), told.set()), **limits)
 
-    monkeypatch.setattr(module.WATCH, "add", watched)
+    monkeypatch.setattr(watch, "add", watched)
+    monkeypatch.setattr(module, "WATCH", watch)
     sandbox = await start(memory_mb=100)
     await sandbox.run(f"({HOLDS} & {HOLDS} & {HOLDS} &) >/dev/null")
-    await until(told.is_set)
+    await until(lambda: (watch.look(), told.is_set())[1])  # nobody has looked while the command still ran
     await asyncio.sleep(0)  # the loop has begun to stop them
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "sandbox-memory"))
     assert (await sandbox.run("echo on")).text.startswith("on\n[stopped: its processes held more than 100 MiB together")
@@ -374,7 +377,8 @@ async def test_memory_that_is_only_reserved_is_free(start: Start):
 async def test_a_fork_bomb_stays_within_the_limit_and_is_survived(start: Start, said):
     sandbox = await start(processes=20)
     await sandbox.run("bomb() { bomb | bomb & }; bomb")
-    results = [await sandbox.run("echo /proc/[0-9]*") for _ in range(3)]
+    # All stand still meanwhile: the list of processes is read one by one, and others would take the place of the dead.
+    results = [await sandbox.run("kill -STOP -1; echo /proc/[0-9]*; kill -CONT -1; true") for _ in range(3)]
     counts = [len(re.findall(r"/proc/\d+", result.output)) for result in results if result.status == 0]
     assert counts
     assert max(counts) <= 20
@@ -459,11 +463,11 @@ async def test_it_ends_with_the_interpreter_even_when_that_is_killed(start: Star
     sandbox, seconds = await start(), long_sleep()
     script = (
         "import asyncio\n"
-        "from verbatim.environments.tools.isolation import ISOLATIONS\n"
+        "from verbatim.environments.tools.isolation import ISOLATIONS, SandboxLimits\n"
         "from verbatim.environments.tools.sandbox import Sandbox\n"
         "async def main():\n"
         f"    (isolation,) = [i for i in ISOLATIONS if i.name == {sandbox.isolation.name!r}]\n"
-        "    sandbox = await Sandbox.start(isolation=isolation)\n"
+        f"    sandbox = await Sandbox.start(SandboxLimits(timeout={HANGS}), isolation=isolation)\n"
         "    print('started', flush=True)\n"
         f"    await sandbox.run('trap true HUP TERM PIPE; setsid sleep {seconds} & wait')\n"
         "asyncio.run(main())\n"

@@ -23,6 +23,7 @@ from verbatim.inference.chat import live
 from verbatim.inference.chat.anthropic_stream import AnthropicStream
 from verbatim.inference.chat.protocol import Options
 from verbatim.inference.http import connections
+from verbatim.inference.http.limits import ServerLimits
 from verbatim.inference.http.server import SamplerServer, serve_sampler
 from verbatim.inference.sampler import SampleRequest, generate_watched
 from verbatim.inference.scripted import ScriptedSampler, default_logprob
@@ -399,7 +400,9 @@ async def test_a_stream_in_flight_when_the_server_stops_ends_with_an_error(monke
 
 @pytest.mark.slow
 async def test_processes_render_read_and_stream_as_a_thread_does():
-    async with serving(scripted(), renderer=ByteRenderer(), chat_processes=1) as server, chat_client(server) as client:
+    limits = ServerLimits(render_seconds=HANGS)
+    made = serving(scripted(), renderer=ByteRenderer(), limits=limits, chat_processes=1)
+    async with made as server, chat_client(server) as client:
         stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True, stop="🙂")
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Köln is 20 °C "
         with pytest.raises(openai.BadRequestError, match="n = 0") as refused:

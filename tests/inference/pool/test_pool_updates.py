@@ -98,6 +98,7 @@ class Counted(ScriptedCheck):
 async def test_few_replicas_are_checked_at_a_time_and_those_in_line_deliver_nothing(tmp_path, monkeypatch):
     """The first two hang, in a line of two: nothing of the third is delivered, whose turn has not come."""
     monkeypatch.setattr(loading, "MOST_CHECKS", 2)
+    monkeypatch.setattr(loading, "LONGEST_TURN", HANGS)
     replicas, check = [ScriptedReplica(i) for i in range(20)], Counted(1)
     async with opened(*replicas) as pool:
         await pool.update_replicas(tmp_path, 1, check)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from inference.vllm.tiny_model import TinyModel
 from inference.vllm.vllm_double import VllmDouble, serving
+from ports import held_port, number_of
 from verbatim.core.errors import ModelError, RecordError, SamplerFault, UsageError
 from verbatim.core.types import StopReason
 from verbatim.inference import Sampler, SampleRequest, SamplingParams
@@ -429,15 +430,13 @@ async def test_an_update_that_was_given_up_in_the_middle_is_made_again(tied: Tin
 
 
 async def test_a_server_that_is_gone_is_named(tied: TinyModel):
-    async with connected(tied) as (_, replica):
-        pass
-    lost = VllmReplica(
-        replica.url, name="replica 3", model="policy", context_length=512, vocab_size=tied.vocab_size, policy_version=0
-    )
-    for call in (lost.health(), lost.load_metrics(), lost.check_server()):
-        with pytest.raises(SamplerFault, match=r"^replica 3: .*Connection error"):
-            await call
-    await lost.close()
+    facts = {"model": "policy", "context_length": 512, "vocab_size": tied.vocab_size, "policy_version": 0}
+    with held_port() as held:
+        lost = VllmReplica(f"http://127.0.0.1:{number_of(held)}", name="replica 3", **facts)
+        for call in (lost.health(), lost.load_metrics(), lost.check_server()):
+            with pytest.raises(SamplerFault, match=r"^replica 3: .*Connection error"):
+                await call
+        await lost.close()
 
 
 # ---- what is refused before anything is sampled

@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ports import held_port, number_of
 from verbatim.core.errors import SamplerFault
-from verbatim.inference.vllm.process import ServerProcess, free_port
+from verbatim.inference.vllm.process import ServerProcess
 from waiting import HANGS, until, wait_until
 
 pytestmark = pytest.mark.realtime
@@ -36,9 +38,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def server(tmp_path: Path, code: str = SERVER, **settings: Any) -> ServerProcess:
-    port = free_port()
+    held = held_port()
+    port = number_of(held)
     command = [sys.executable, "-c", code, str(port), str(tmp_path / "pids")]
-    return ServerProcess("replica 0", command, dict(os.environ), port=port, log=log_of(tmp_path), **settings)
+    process = ServerProcess("replica 0", command, dict(os.environ), port=port, log=log_of(tmp_path), **settings)
+    weakref.finalize(process, held.close)  # the port is this server's for as long as the test has it
+    return process
 
 
 def log_of(tmp_path: Path) -> Path:

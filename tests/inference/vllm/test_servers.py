@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
+from ports import held_port, number_of
 from verbatim.core.errors import SamplerFault, UsageError
 from verbatim.inference.backends import BackendInputs
 from verbatim.inference.vllm.backend import vllm_backend
-from verbatim.inference.vllm.process import free_port
 from verbatim.inference.vllm.servers import vllm_servers
 from verbatim.inference.vllm.settings import VllmSettings
 from waiting import until
@@ -36,9 +36,10 @@ async def test_a_context_shorter_than_the_runs_sequences_is_refused(model):
 
 async def test_servers_that_do_not_answer_are_named_and_their_connections_closed(model, caplog):
     inputs = BackendInputs(model=model, context_length=128)
-    urls = tuple(f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    with caplog.at_level(logging.ERROR), pytest.raises(SamplerFault, match=r"replica \d \(http://127\.0\.0\.1:\d+\)"):
-        await vllm_backend(inputs, VllmSettings(urls=urls))
+    with held_port() as one, held_port() as other, caplog.at_level(logging.ERROR):
+        urls = tuple(f"http://127.0.0.1:{number_of(held)}" for held in (one, other))
+        with pytest.raises(SamplerFault, match=r"replica \d \(http://127\.0\.0\.1:\d+\)"):
+            await vllm_backend(inputs, VllmSettings(urls=urls))
     assert "Unclosed" not in caplog.text
 
 

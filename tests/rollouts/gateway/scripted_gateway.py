@@ -58,6 +58,10 @@ class Held(Whole):
         super().__init__(sampler)
         self.num_asked, self._count, self.released = 0, count, asyncio.Event()
 
+    def hold(self, count):
+        """Hold so many more."""
+        self._count = self.num_asked + count
+
     async def generate(self, request):
         self.num_asked += 1
         if self.num_asked <= self._count:

@@ -654,11 +654,15 @@ async def test_the_doctor_says_which_branch_it_is_and_why(http):
     from verbatim.inspection.doctor.diagnosis import Doctor
     from verbatim.inspection.doctor.logs.log_file import LoggedTrajectory
 
-    async with gateway_over() as gateway:
+    held = Held(scripted(), 0)
+    async with gateway_over(held) as gateway:
         episode = gateway.episode()
         client = Client(http, episode)
         said = await client.say([SYSTEM, user("one")])
-        both = [client.say([SYSTEM, user("one"), said, user(text)]) for text in ("two", "three")]
+        held.hold(2)
+        both = [asyncio.create_task(client.say([SYSTEM, user("one"), said, user(text)])) for text in ("two", "three")]
+        await until(lambda: held.num_asked == 3)
+        held.released.set()
         await asyncio.gather(*both)
         await client.say([SYSTEM, user("one"), said, user("four")])
         await client.say([SYSTEM, user("something else")])

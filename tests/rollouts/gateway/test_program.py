@@ -24,7 +24,7 @@ from verbatim.rollouts.gateway.program.launch import _prefixes
 from verbatim.rollouts.gateway.program.process import VARIABLE, ProgramProcess, kill_marked
 from verbatim.rollouts.gateway.program.reused import ReusedPrograms
 from verbatim.rollouts.gateway.service import Service
-from waiting import HANGS, until
+from waiting import HANGS, until, wait_until
 
 pytestmark = pytest.mark.realtime
 PROGRAMS = Path(__file__).parent / "programs"
@@ -281,6 +281,8 @@ def test_marked_processes_are_killed_and_no_others():
 
     ours, other = sleeper("abc"), sleeper("abcd")
     try:
+        for process in (ours, other):  # its variables are in /proc a little after it has begun
+            wait_until(Path(f"/proc/{process.pid}/environ").read_bytes)
         assert kill_marked("abc") == 1
         assert ours.wait(HANGS) == -9
         assert other.poll() is None

@@ -219,7 +219,7 @@ def test_ctrl_c_reaches_the_run_and_its_workers_end_with_it(model, tmp_path):
     )
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
-        wait_until(lambda: run.poll() is not None or (metrics.exists() and train_lines(tmp_path / "out")))
+        wait_until(lambda: run.poll() is not None or (metrics.exists() and '"kind": "train"' in metrics.read_text()))
         assert run.poll() is None
         assert any("rollouts.processes.child" in command for command in marked(mark))  # its worker
         os.killpg(run.pid, signal.SIGINT)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import random
 import re
 import socket
 import sys
@@ -37,10 +38,13 @@ _SAY_EVERY = 60.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. Another process may take it before the server binds it."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    """A free port, if possible below those that Linux gives to programs that ask for any: the server binds it only
+    after seconds of imports, and one of those ports may have been given to another program by then."""
+    for port in (*random.SystemRandom().sample(range(20_000, 32_768), 100), 0):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind((host, port))
+            return int(found.getsockname()[1])
+    raise SamplerFault(f"no port of {host} can be bound")
 
 
 def is_taken(host: str, port: int) -> bool:
