@@ -155,7 +155,9 @@ def test_a_ray_that_a_run_started_ends_with_it(model, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "ray" not in (done.stdout + done.stderr).lower()  # not a word of its own
+    lines = (done.stdout + done.stderr).splitlines()
+    ours = "waiting for a Ray actor to start: "  # on a machine that takes more than a minute
+    assert [line for line in lines if "ray" in line.lower() and ours not in line] == []  # not a word of its own
     assert len(train_lines(tmp_path / "out")) == 2
     wait_until(lambda: marked(mark) == [])  # those that Ray had started see that it has ended
 
