@@ -10,9 +10,9 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
-# How an actor ended, Ray tells once it knows; by default it says after a second that the actor is "unavailable".
+# Ray waits until it knows how an actor ended. By default it waits one second, then says that it is "unavailable".
 os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "300000")
-# By default Ray's workers stand back (nice 15) behind the other tests, and hardly go on beside them.
+# By default Ray's workers run at nice 15, and make little progress beside other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator

@@ -193,9 +193,9 @@ def test_a_server_that_the_command_starts_ends_with_it(place: Path, model: Path,
     ],
 )
 def test_servers_that_cannot_be_used_are_told(place: Path, model: Path, capsys, command, servers, status, said):
-    with socket.socket() as nobodys:  # bound, and nobody listens: it refuses connections, and nobody else gets the port
-        nobodys.bind(("127.0.0.1", 0))
-        port = str(nobodys.getsockname()[1])
+    with socket.socket() as unused:  # bound, not listening: it refuses connections, and keeps the port
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
         write_run(model, servers.replace("{port}", port))
         assert main(command) == status
     told = capsys.readouterr().err

@@ -443,7 +443,7 @@ def findings_of(name: str, capsys) -> list[str]:
 @pytest.mark.realtime
 @pytest.mark.parametrize("name", sized(CHECKED, [*ALONE, *AGAINST]))
 def test_env_check_finds_nothing_wrong(name: str, capsys, campaign, monkeypatch):
-    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)  # a slow machine is no fault of a game
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)  # else a slow machine fails the test
     row = campaign("games of textarena, checked")
     # A dozen games at random may all be lost: nothing else may be found.
     found = [kind for kind in findings_of(name, capsys) if kind != "score_constant"]

@@ -360,7 +360,7 @@ async def test_what_a_command_left_is_stopped_and_the_next_one_is_told(start: St
     monkeypatch.setattr(module, "WATCH", watch)
     sandbox = await start(memory_mb=100)
     await sandbox.run(f"({HOLDS} & {HOLDS} & {HOLDS} &) >/dev/null")
-    await until(lambda: (watch.look(), told.is_set())[1])  # nobody has looked while the command still ran
+    await until(lambda: (watch.look(), told.is_set())[1])  # not checked while the command runs
     await asyncio.sleep(0)  # the loop has begun to stop them
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "sandbox-memory"))
     assert (await sandbox.run("echo on")).text.startswith("on\n[stopped: its processes held more than 100 MiB together")
