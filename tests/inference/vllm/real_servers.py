@@ -1,7 +1,8 @@
 """Real vLLM servers that live as long as the tests, for all tests that neither kill nor misconfigure one.
 
 A test that takes one begins with weights of its own and asks for nothing that another one left. The plug-in of
-`faulty_plugin` stands in the place of ours: without a planted fault it does the same.
+`faulty_plugin` stands in the place of ours: without a planted fault it does the same. That of `quick_plugin` makes the
+servers cheap to start; those of runs and of the command are started as users start them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from verbatim.inference.vllm.settings import VllmSettings
 from waiting import HANGS
 
 PYTHON = os.environ.get("VERBATIM_VLLM_PYTHON", ".venv-vllm/bin/python")
-FAULTY = Path(__file__).parent / "faulty_plugin"
+FAULTY, QUICK = Path(__file__).parent / "faulty_plugin", Path(__file__).parent / "quick_plugin"
 TOLERANCE = 5e-5
 """Largest |delta logprob| between sampler and trainer, float32."""
 SIZES = (1e-3, 1e-6)
@@ -98,7 +99,7 @@ def served(
         python=PYTHON,
         args=(*SMALL_CACHE, "--middleware", "verbatim_faulty.FaultyRoutes", *args),
         env={
-            "PYTHONPATH": f"{PLUGIN}:{FAULTY}",
+            "PYTHONPATH": f"{PLUGIN}:{FAULTY}:{QUICK}",
             "VERBATIM_TEST_FAULT": str(fault),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             **env,
