@@ -28,18 +28,31 @@ REFUSES = ("family gemma4",)
 """Formats that write some texts so that nobody could read them back: keys without quotes or an escape."""
 
 
-@cache
-def templates():
-    """The names of the templates whose calls can be read."""
-    found = []
-    for file in sorted(FOLDER.glob("*.jinja")):
-        try:
-            renderer = create_renderer("template", byte_tokenizer(file.read_text(encoding="utf-8")))
-        except ModelError:  # written for contents that are lists of parts
-            continue
-        if renderer.tool_support.read:
-            found.append(file.stem)
-    return found
+NOT_READ = {
+    "cohere",
+    "cohere2",
+    "deepseek_r1_distill",
+    "diffusion_gemma",
+    "gemma",
+    "gemma3",
+    "gemma4",
+    "gemma4_v2",
+    "gemma4_v3",
+    "gemma4_v4",
+    "gemma4_v5",
+    "idefics3",
+    "lfm2",
+    "llama3",
+    "llava_next",
+    "phi3",
+    "phi3_5",
+    "qwen2_5_vl",
+    "smolvlm",
+}
+"""Templates whose calls cannot be read, also as trl patched them: most write no tools."""
+TEMPLATES = [
+    file.stem for file in sorted(FOLDER.glob("*.jinja")) if file.stem.removesuffix("_training") not in NOT_READ
+]
 
 
 @cache
@@ -51,7 +64,7 @@ def renderer_of(name):
 
 
 FAMILY_NAMES = [*FAMILIES, *MORE, *WITHOUT_TEMPLATE]
-FORMATS = [*(f"family {name}" for name in FAMILY_NAMES), *(f"template {name}" for name in templates())]
+FORMATS = [*(f"family {name}" for name in FAMILY_NAMES), *(f"template {name}" for name in TEMPLATES)]
 
 
 def most_calls(name):
@@ -186,6 +199,16 @@ def test_calls_come_back_exactly_and_damaged_ones_as_no_others(part, campaign):
     damaged.cases += counts.damaged
     damaged.wrong += len(counts.misread)
     assert (counts.altered, counts.misread) == ([], [])
+
+
+@pytest.mark.slow
+def test_every_template_is_here_whose_calls_can_be_read():
+    for file in FOLDER.glob("*.jinja"):
+        try:
+            read = renderer_of(f"template {file.stem}").tool_support.read
+        except ModelError:  # written for contents that are lists of parts
+            read = False
+        assert bool(read) == (file.stem in TEMPLATES), file.stem
 
 
 def test_every_family_is_here():
