@@ -24,6 +24,8 @@ ENDS := lowest newest
 
 # Where it is set, each of the tests' hundreds of processes compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
+# pip would compile all modules of all packages, one after the other; most of them are never imported.
+export PIP_COMPILE := 0
 
 .PHONY: help install extras demo docs docs-links reference viewer lint types house sources test test-all quick-tests all-tests campaigns campaigns-vllm stress \
   test-cuda-fake test-versions $(ENDS:%=test-%) gpu-kit vllm test-vllm test-clients clean
