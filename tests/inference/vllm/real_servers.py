@@ -1,8 +1,8 @@
 """Real vLLM servers that live as long as the tests, for all tests that neither kill nor misconfigure one.
 
 A test that takes one begins with weights of its own and asks for nothing that another one left. The plug-in of
-`faulty_plugin` stands in the place of ours: without a planted fault it does the same. That of `quick_plugin` makes the
-servers cheap to start; those of runs and of the command are started as users start them.
+`faulty_plugin` stands in the place of ours: without a planted fault it does the same. The one of `quick_plugin` lets
+these servers start faster. Servers that a run or `verbatim inference` starts do without it, as a user's do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Makes real servers of tests cheap: their processes are forked from one that has imported vLLM, not started anew, and
-a process that waits for another one sleeps.
+"""A vLLM plug-in that reduces the processor time of servers in tests.
 
-vLLM starts its engine and workers anew on a CPU, which costs eight seconds of the processor each, and lets them wait
-busily for a second after each message.
+On a CPU, vLLM starts each process of the engine as a new one, which imports vLLM again: eight seconds of the
+processor. Here they are forked. A process that waits for a message polls without a pause for a second; here it sleeps
+between two polls.
 """
 
 import os
