@@ -30,8 +30,6 @@ from verbatim.rollouts.gateway.verifiers.serving import TraceSession
 from waiting import HANGS, until
 
 pytestmark = [pytest.mark.extras, pytest.mark.realtime]
-# The package `renderers` keeps a lock, which belongs to the event loop that first waits for it.
-in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 TASKS = Path(__file__).parent / "verifiers_tasks"
 
@@ -112,14 +110,12 @@ def text_of(tokenizer: Any, *parts: Any) -> str:
     return tokenizer.decode([i for part in parts for i in part])
 
 
-@in_one_loop
 async def test_the_class_of_a_taskset_is_an_environment_with_the_runs_own_tokenizer(tokenizer):
     environment = create_environment("adds_taskset.Adds")
     (trajectory,) = await play(environment, scripted(tokenizer, adds), tokenizer, example=2, size=1)
     assert (trajectory.error, trajectory.reward) == (None, 2.5)
 
 
-@in_one_loop
 async def test_a_task_is_played_scored_and_recorded_as_it_was_sampled(model, tokenizer):
     sampler = scripted(tokenizer, adds, policy_version=7)
     trajectories = await play(make(model), sampler, tokenizer, example=2, size=3, temperature=0.7)
@@ -139,7 +135,6 @@ async def test_a_task_is_played_scored_and_recorded_as_it_was_sampled(model, tok
     assert len(set(seeds)) == 3  # each episode draws differently
 
 
-@in_one_loop
 async def test_tools_of_a_real_mcp_server_are_called_and_the_next_prompt_extends_what_was_sampled(model, tokenizer):
     sampler = scripted(tokenizer, calls_add)
     environment = make(model, config={"taskset": {"with_tools": True}})
@@ -157,7 +152,6 @@ async def test_tools_of_a_real_mcp_server_are_called_and_the_next_prompt_extends
         assert trajectory.turns[0].tool_calls[0].name == "add_tools_add"
 
 
-@in_one_loop
 async def test_every_token_has_the_version_of_the_weights_that_drew_it(model, tokenizer):
     sampler = scripted(tokenizer, lambda prompt: "9" * 12 + "<|im_end|>")
 
@@ -173,7 +167,6 @@ async def test_every_token_has_the_version_of_the_weights_that_drew_it(model, to
     assert sorted(set(trajectory.turns[0].policy_versions.tolist())) == [0, 1]
 
 
-@in_one_loop
 async def test_what_is_cut_off_is_scored_and_says_so(model, tokenizer):
     endless = scripted(tokenizer, lambda prompt: "1" * 100)
     (trajectory,) = await play(make(model), endless, tokenizer, size=1)
@@ -189,7 +182,6 @@ async def test_what_is_cut_off_is_scored_and_says_so(model, tokenizer):
     assert (other.error, other.stop_reason) == (None, StopReason.LENGTH)
 
 
-@in_one_loop
 async def test_a_fault_of_the_engine_is_an_error_of_its_trajectory_alone(model, tokenizer):
     sampler = scripted(tokenizer, adds, trouble={0: "fail"})
     trajectories = await play(make(model), sampler, tokenizer, size=3)
@@ -199,7 +191,6 @@ async def test_a_fault_of_the_engine_is_an_error_of_its_trajectory_alone(model, 
     assert failed.error == "sampler: request 0 fails: the script says so"
 
 
-@in_one_loop
 async def test_several_agents_are_recorded_under_their_names_and_a_judge_is_context_only(model, tokenizer):
     sampler = scripted(tokenizer, lambda prompt: "yes<|im_end|>" if "judge" in prompt else "11<|im_end|>")
     trajectories = await play(make(model, taskset="judged-taskset"), sampler, tokenizer)
@@ -246,14 +237,12 @@ def test_a_model_is_trained_on_it(model, tmp_path):
     assert last["ledger/trained"] == sum(map(num_sampled, logged))
 
 
-@in_one_loop
 async def test_nothing_is_left_when_the_last_episode_ends(model, tokenizer):
     before = asyncio.all_tasks()
     await play(make(model), scripted(tokenizer, adds), tokenizer)
     assert asyncio.all_tasks() == before
 
 
-@in_one_loop
 async def test_an_episode_that_is_cancelled_leaves_nothing_either(model, tokenizer):
     sampler = scripted(tokenizer, adds, trouble=lambda index, request: "hang")
     before = asyncio.all_tasks()
@@ -266,7 +255,6 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_either(model, tokeniz
     assert asyncio.all_tasks() == before
 
 
-@in_one_loop
 async def test_the_taskset_that_the_documentation_shows_is_played(model, tokenizer, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     (source,) = re.findall(r"^```python\n(# sums_taskset.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -334,7 +322,6 @@ def test_a_trace_that_differs_anywhere_is_refused(nodes, turns, said):
         check_served([traced(*nodes)], turns)
 
 
-@in_one_loop
 async def test_a_trace_that_was_changed_is_never_trained(model, tokenizer, monkeypatch):
     from verbatim.rollouts.gateway.verifiers import trace as verifiers_trace
 

@@ -162,6 +162,7 @@ FOREIGN = {
     "_softmax_backward_data": "the same",
     "torch._C": "the same",
     "_disable_current_modes": "torch: what is real under a mode of fake tensors",
+    "_max_prompt_len_lock": "renderers: a lock that belongs to one event loop",
     "_can_set_experts_implementation": "transformers: how a model computes",
     "_attn_implementation": "the same",
     "_is_stateful": "the same",

@@ -45,6 +45,7 @@ BOUNDS = {
     "the attribute is another library's": {
         "conftest.py": 1, "cuda/fake_cuda.py": 10, "faults/strikes.py": 2, "house/test_docs_snippets.py": 1,
         "inference/test_torch_engine.py": 1, "inference/vllm/faulty_plugin/verbatim_faulty.py": 1,
+        "rollouts/gateway/test_verifiers_serving.py": 1,
         "inference/vllm/test_answers.py": 2, "inference/vllm/vllm_double.py": 2, "models/test_mixing.py": 2,
         "models/test_own_attention.py": 1, "models/test_weights.py": 1, "trainer/test_router_loss.py": 1,
         "trainer/test_router_replay.py": 1, "trainer/test_trainer_resume.py": 1, "warm.py": 3,

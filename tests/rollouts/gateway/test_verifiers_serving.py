@@ -76,6 +76,22 @@ async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
     assert [log for log in servers.log if log != "ending"] == ["up", "down"] * servers.log.count("up")
 
 
+def test_each_event_loop_has_a_lock_of_its_own_in_renderers():
+    """As two requests of one moment take it: the second waits, so the lock belongs to that event loop."""
+    from renderers import client
+
+    async def ask():
+        async with client._max_prompt_len_lock:
+            await asyncio.sleep(0)
+
+    async def episodes():
+        async with VerifiersServing(Servers()).use(100):
+            await asyncio.gather(ask(), ask())
+
+    asyncio.run(episodes())
+    asyncio.run(episodes())
+
+
 async def test_servers_that_do_not_start_are_told_to_all_who_wait_and_tried_again_later():
     serving = VerifiersServing(Servers(fails=True))
     failed = await asyncio.gather(use(serving), use(serving), return_exceptions=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,17 @@ class Reception:
         return next((session.fault for session in sessions.values() if session.fault is not None), None)
 
 
+def _renew_lock() -> None:
+    """Make `renderers.client` usable in this event loop.
+
+    It has one lock per process, which verifiers' requests take to find out the context length of a new URL. An asyncio
+    lock belongs to the event loop in which a task first waited for it. In the next loop (the second `asyncio.run` of a
+    program), every request that has to wait would fail.
+    """
+    if client := sys.modules.get("renderers.client"):
+        client._max_prompt_len_lock = asyncio.Lock()  # type: ignore[attr-defined]
+
+
 @dataclass(eq=False)
 class VerifiersServing:
     """verifiers' servers and the gateway of one event loop, which run as long as an episode uses them. A dedicated
@@ -133,6 +145,7 @@ class VerifiersServing:
     ) -> None:
         if before is not None:
             await asyncio.wait([before])
+        _renew_lock()
         service = Service()
         try:
             await service.start()
