@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+import frozen
 import warm
 from campaigns import Campaign, CampaignTable, set_whole
 from durations import DurationsTable
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     set_whole(config.getoption("--whole"))
+    config.pluginmanager.register(frozen)
     config.pluginmanager.register(CampaignTable())
     if config.getoption("--where-time-goes"):
         config.pluginmanager.register(DurationsTable())

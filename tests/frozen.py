@@ -1,47 +1,61 @@
-"""What exists before a test is left out of the garbage collections that it asks for.
+"""What the suite holds is left out of garbage collections: tests, modules, tokenizers, a million objects and more.
 
-A run begins with a look through everything that there is (`verbatim.run.orchestrator.gc_policy`). In a process that
-holds the whole suite that takes longer than a tiny run.
+The collector would look through them while tests are collected, in tests, and at the start of each run
+(`verbatim.run.orchestrator.gc_policy`), where that takes longer than a tiny run. Of what a module of tests leaves, what
+is garbage is freed after its last test, models among it, and the rest is left out as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def collections_see_what_is_new() -> None:
-    """Before each test."""
-    gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_a_module_leaves_is_collected() -> Iterator[None]:
-    """After the last test of a module: what its tests have left in cycles, models among it."""
-    gc.freeze()  # before the runs of the module's fixtures
-    yield
-    gc.unfreeze()
-    gc.collect()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def runs_do_not_look_for_garbage() -> Iterator[None]:
-    """For runs in this process; commands in their own process do, as `run/orchestrator/test_gc_policy.py` tests."""
-    with no_search_for_garbage():
-        yield
+_FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
 
 
 @contextlib.contextmanager
-def no_search_for_garbage() -> Iterator[None]:
-    """Garbage is collected only when a test asks for it. `gc.disable` would not do: commands enable the collector when
-    they have imported what they need."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(0)
+def left_out() -> Iterator[None]:
+    """Collect nothing in the block; what it makes is left out afterwards."""
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
+        _FREEZE()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While tests are collected."""
+    with left_out():
+        return (yield)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def runs_leave_out_nothing() -> Iterator[None]:
+    """A run, or a command in this process, would freeze what earlier tests have left, and at its end unfreeze all."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "freeze", lambda: None)
+        patched.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_a_module_is_freed() -> Iterator[None]:
+    """After its last test."""
+    yield
+    gc.collect()
+    _FREEZE()
+
+
+@pytest.fixture(scope="module")
+def real_freeze() -> Iterator[None]:
+    """For modules that test what is frozen."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "freeze", _FREEZE)
+        patched.setattr(gc, "unfreeze", _UNFREEZE)
+        yield
+        _FREEZE()

@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import LOTS, TOML, build_tiny_model, snapshot, workplace
-from frozen import no_search_for_garbage
 from waiting import HANGS
 
 SPOKEN = '''
@@ -122,14 +121,12 @@ def copy_of(
 
 @contextlib.contextmanager
 def light_runs() -> Iterator[None]:
-    """Runs in this process draw no picture, and do not look for garbage among all that the tests before them left in
-    memory: that takes more than half of a tiny run's time."""
+    """Runs in this process draw no picture."""
     from verbatim.logs.monitors import learning_curve
 
     draw, learning_curve.draw_curve = learning_curve.draw_curve, lambda *_args, **_options: None
     try:
-        with no_search_for_garbage():
-            yield
+        yield
     finally:
         learning_curve.draw_curve = draw
 

@@ -82,6 +82,7 @@ def test_what_cannot_be_copied_is_refused(typed: list[str], told: str, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_recipes_name_stands_for_its_file(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "guess-number", "--max-steps", "7"]) == 0

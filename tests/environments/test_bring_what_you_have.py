@@ -370,6 +370,7 @@ def test_env_check_plays_each(name: str, args: Mapping[str, Any], warm_replay: N
     assert report.players["random"].episodes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.realtime
 def test_env_check_finds_the_one_in_a_file(tmp_path: Path, capsys, warm_replay: None):
     source = f"import random\n\n\n{inspect.getsource(HotCold)}"

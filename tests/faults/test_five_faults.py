@@ -13,6 +13,8 @@ from faults.planted_run import ANSWERS, Written, write_run
 from verbatim.inspection.viewer.query import Filters
 from verbatim.inspection.viewer.run_view import RunView
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -29,7 +31,6 @@ LATEST = {"dead_parser": 4, "stripped_thinking": 4, "stale_sampler": 10, "hackab
 """The step by which each is named; the policy finds out how to earn more at step 12."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", NAMED_BY)
 def test_a_planted_fault_is_named(notes: Written, fault: str):
     name, env = NAMED_BY[fault], None if fault == "stale_sampler" else ANSWERS[fault]
@@ -56,7 +57,6 @@ def test_the_stale_sampler_is_told_from_slow_episodes(notes: Written):
     )
 
 
-@pytest.mark.slow
 def test_a_run_without_a_fault_has_no_alarm(tmp_path: Path):
     assert [alarm for alarm, _ in play(tmp_path, HEALTHY).alarms] == []
 

@@ -775,6 +775,7 @@ async def test_prompt_logprobs_that_are_not_of_these_ids_are_a_fault(logprobs: A
         await client.close()
 
 
+@pytest.mark.slow
 def test_calls_of_one_event_loop_after_the_other_leave_no_connection_open(monkeypatch):
     """Each call of a rollout brings an event loop of its own."""
     monkeypatch.setattr(Answers, "protocol_version", "HTTP/1.1")  # which keeps connections open

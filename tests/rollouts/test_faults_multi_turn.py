@@ -13,6 +13,8 @@ from verbatim.inference import SamplingParams
 from verbatim.inference.scripted import ScriptedSampler
 from verbatim.rollouts import MultiTurnRollout
 
+pytestmark = pytest.mark.slow
+
 EPISODES, MAX_TURNS = 64, 8
 STOPS = tuple(range(0, VOCAB_SIZE, 8))
 KINDS = {"raises": "exception", "hangs": "timeout", "floods": "oversize"}
@@ -131,7 +133,6 @@ def played(request, tmp_path_factory):
     return play(request.param(folder), [{}] * EPISODES), play(request.param(folder), faults)
 
 
-@pytest.mark.slow
 def test_every_trajectory_comes_back_without_an_error(played):
     for results, _ in played:
         assert [r["messages"][0]["content"] for r in results] == [f"task {index}" for index in range(EPISODES)]

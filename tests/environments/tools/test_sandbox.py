@@ -332,6 +332,7 @@ HOLDS = "exec python3 -c 'import time; held = bytes([1]) * (40 << 20); print(1, 
 """Holds 40 MiB until it is ended."""
 
 
+@pytest.mark.slow
 async def test_processes_are_stopped_that_hold_too_much_together(start: Start):
     sandbox = await start(memory_mb=100)
     result = await sandbox.run(f"{HOLDS} & {HOLDS} & {HOLDS} & wait")
@@ -342,6 +343,7 @@ async def test_processes_are_stopped_that_hold_too_much_together(start: Start):
     assert "held more than 100 MiB together" in result.text, "a fresh shell is looked at too"
 
 
+@pytest.mark.slow
 async def test_without_isolation_they_are_stopped_too(start: Start):
     sandbox = await start(memory_mb=100, isolation=NO_ISOLATION)
     for _ in range(2):

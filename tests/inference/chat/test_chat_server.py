@@ -167,6 +167,7 @@ async def test_the_helpers_of_the_sdks_put_streams_together():
     assert (message.usage.input_tokens, message.usage.output_tokens) == (5, len(said))
 
 
+@pytest.mark.slow
 def test_synchronous_clients_are_served_too():
     ready, end, found = threading.Event(), threading.Event(), {}
 

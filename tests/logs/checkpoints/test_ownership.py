@@ -83,6 +83,7 @@ def seen(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_no_byte_of_anybody_else_is_changed(tmp_path: Path, campaign):
     row = campaign("folders that no run has made")

@@ -73,6 +73,7 @@ def figures_in(folder: Path) -> dict[str, list]:
     return pq.read_table(folder, columns=names, partitioning=None).to_pydict()
 
 
+@pytest.mark.slow
 def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path):
     OutcomeFolder(tmp_path).write(12, [OUTCOME, FAILED])
     (step, outcome), (_, failed) = read_outcomes(tmp_path)

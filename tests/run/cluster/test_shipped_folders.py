@@ -39,6 +39,7 @@ def test_a_folder_arrives_whole_and_its_digest_is_that_of_names_sizes_and_conten
     assert shipped.digest == hashlib.sha256(expected).hexdigest()
 
 
+@pytest.mark.slow
 def test_large_files_travel_in_parts(tmp_path):
     ray = FakeRay()
     content = np.random.default_rng(0).integers(0, 255, 2 * PART + 5, dtype=np.uint8).tobytes()

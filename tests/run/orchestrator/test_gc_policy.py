@@ -29,8 +29,9 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def as_before():
+def as_before(real_freeze):
     thresholds = gc.get_threshold()
+    gc.freeze()  # a test looks through its own objects
     yield
     gc.enable()
     gc.set_threshold(*thresholds)
@@ -245,5 +246,6 @@ def test_after_a_run_the_collector_looks_at_everything_again():
 
 
 def test_outside_of_a_run_nothing_is_left_out():
+    gc.unfreeze()
     step_is_over(1)
     assert gc.get_freeze_count() == 0

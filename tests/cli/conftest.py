@@ -1,5 +1,0 @@
-"""These tests make runs, or play episodes, in their own process."""
-
-from frozen import collections_see_what_is_new, what_a_module_leaves_is_collected
-
-__all__ = ["collections_see_what_is_new", "what_a_module_leaves_is_collected"]
