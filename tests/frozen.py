@@ -7,7 +7,6 @@ is garbage is freed after its last test, models among it, and the rest is left o
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Generator, Iterator
 
@@ -16,22 +15,15 @@ import pytest
 _FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
 
 
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Collect nothing in the block; what it makes is left out afterwards."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected, and leave out what they have made."""
     gc.disable()
     try:
-        yield
+        return (yield)
     finally:
         _FREEZE()
         gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """While tests are collected."""
-    with left_out():
-        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -77,19 +79,32 @@ async def test_an_episode_that_comes_while_the_last_one_ends_waits_for_that():
 
 
 def test_each_event_loop_has_a_lock_of_its_own_in_renderers():
-    """As two requests of one moment take it: the second waits, so the lock belongs to that event loop."""
+    """Two loops at a time, and then a third. In each, two requests of one moment take the lock: the second waits."""
     from renderers import client
 
-    async def ask():
+    both = threading.Barrier(2)
+    log = []
+
+    async def ask(name, meet):
         async with client._max_prompt_len_lock:
+            log.append(f"{name} in")
             await asyncio.sleep(0)
+            meet()
+            log.append(f"{name} out")
 
-    async def episodes():
+    async def episodes(name, meet):
         async with VerifiersServing(Servers()).use(100):
-            await asyncio.gather(ask(), ask())
+            await asyncio.gather(ask(name, meet), ask(name, meet))
 
-    asyncio.run(episodes())
-    asyncio.run(episodes())
+    def run(name, meet):
+        asyncio.run(episodes(name, meet))
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(run, name, lambda: both.wait(60)) for name in "ab"]:
+            done.result()
+    run("c", lambda: None)
+    for name in "abc":
+        assert [line for line in log if name in line.split()] == [f"{name} in", f"{name} out"] * 2
 
 
 async def test_servers_that_do_not_start_are_told_to_all_who_wait_and_tried_again_later():

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from verbatim.core.errors import RolloutError
 from verbatim.inference.cancelled import settle
@@ -93,15 +94,25 @@ class Reception:
         return next((session.fault for session in sessions.values() if session.fault is not None), None)
 
 
-def _renew_lock() -> None:
-    """Make `renderers.client` usable in this event loop.
+class _LoopLock:
+    """A lock for each event loop, in the place of the one lock per process that `renderers.client` has.
 
-    It has one lock per process, which verifiers' requests take to find out the context length of a new URL. An asyncio
-    lock belongs to the event loop in which a task first waited for it. In the next loop (the second `asyncio.run` of a
-    program), every request that has to wait would fail.
+    verifiers' requests take it to find out the context length of a new URL. An asyncio lock belongs to the event loop
+    in which a task first waited for it. In any other loop (another thread's, or that of the program's second
+    `asyncio.run`), every request that has to wait would fail.
     """
-    if client := sys.modules.get("renderers.client"):
-        client._max_prompt_len_lock = asyncio.Lock()  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    async def __aenter__(self) -> None:
+        await self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()).acquire()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._locks[asyncio.get_running_loop()].release()
+
+
+_LOCK = _LoopLock()
 
 
 @dataclass(eq=False)
@@ -145,7 +156,8 @@ class VerifiersServing:
     ) -> None:
         if before is not None:
             await asyncio.wait([before])
-        _renew_lock()
+        if client := sys.modules.get("renderers.client"):
+            client._max_prompt_len_lock = _LOCK  # type: ignore[attr-defined]
         service = Service()
         try:
             await service.start()
