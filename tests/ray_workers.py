@@ -1,5 +1,5 @@
 """Forks Ray's workers from a process that has imported everything. A worker then takes a tenth of a second of processor
-time, not six seconds.
+time, not six seconds. A node may take as long to start as the machine needs: Ray gives it 30 s.
 
     with warm_workers():
         ray.init()      # its actors, and those of nodes that are added, are such workers
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -21,8 +22,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,9 +38,11 @@ _MODULES = ("aiohttp", "psutil", "grpc", "google.protobuf.message", "yaml", "jso
 def warm_workers() -> Iterator[int]:
     """Nodes that this process starts while the block runs fork their workers. Yields the process id of the workers'
     parent."""
-    from ray._private import ray_constants
+    import pytest
+    from ray._private import ray_constants, services
 
     import warm
+    from waiting import HANGS
 
     with contextlib.ExitStack() as stack:
         address = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-workers-")), "socket"))
@@ -47,11 +51,45 @@ def warm_workers() -> Iterator[int]:
         stack.callback(server.wait)
         stack.callback(server.stdin.close)  # type: ignore[union-attr]
         assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-        usual, ray_constants.SETUP_WORKER_FILENAME = ray_constants.SETUP_WORKER_FILENAME, __file__
-        stack.callback(setattr, ray_constants, "SETUP_WORKER_FILENAME", usual)
-        os.environ[ADDRESS] = address
-        stack.callback(os.environ.pop, ADDRESS, None)  # tests put back the variables that they found
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setattr(ray_constants, "SETUP_WORKER_FILENAME", __file__)
+        patched.setattr(services, "get_node", patient(services.get_node, HANGS))
+        patched.setattr(services, "start_raylet", with_known_ports(services.start_raylet, stack))
+        patched.setenv("RAY_gcs_server_port_wait_time_s", f"{HANGS:.0f}")
+        patched.setenv(ADDRESS, address)
         yield server.pid
+
+
+def with_known_ports(start_raylet: Callable[..., Any], stack: contextlib.ExitStack) -> Callable[..., Any]:
+    """`start_raylet` of a node that need not wait for its two agents' ports, which have 15 s to start."""
+    from ray import _raylet
+
+    from ports import held_port, number_of
+
+    def start(*given: Any, **named: Any) -> Any:
+        named["runtime_env_agent_port"] = number_of(stack.enter_context(held_port()))
+        node = inspect.signature(start_raylet).bind(*given, **named).arguments
+        for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):  # as the agent itself does later
+            _raylet.persist_port(node["session_dir"], node["node_id"], getattr(_raylet, f"{name}_PORT_NAME"), -1)
+        return start_raylet(*given, **named)
+
+    return start
+
+
+def patient(get_node: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """`get_node` that waits until the node has started."""
+
+    def wait(*given: Any) -> Any:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return get_node(*given)
+            except RuntimeError:  # not yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+
+    return wait
 
 
 def ask(words: list[str]) -> None:
