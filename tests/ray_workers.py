@@ -1,5 +1,5 @@
 """Forks Ray's workers from a process that has imported everything. A worker then takes a tenth of a second of processor
-time, not six seconds. A node may take as long to start as the machine needs: Ray gives it 30 s.
+time, not six seconds.
 
     with warm_workers():
         ray.init()      # its actors, and those of nodes that are added, are such workers
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,10 +39,9 @@ def warm_workers() -> Iterator[int]:
     """Nodes that this process starts while the block runs fork their workers. Yields the process id of the workers'
     parent."""
     import pytest
-    from ray._private import ray_constants, services
+    from ray._private import ray_constants
 
     import warm
-    from waiting import HANGS
 
     with contextlib.ExitStack() as stack:
         address = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-workers-")), "socket"))
@@ -53,34 +52,26 @@ def warm_workers() -> Iterator[int]:
         assert server.stdout is not None and server.stdout.readline() == b"ready\n"
         patched = stack.enter_context(pytest.MonkeyPatch.context())
         patched.setattr(ray_constants, "SETUP_WORKER_FILENAME", __file__)
-        patched.setattr(services, "get_node", patient(services.get_node, HANGS))
-        patched.setattr(services, "start_raylet", with_known_ports(services.start_raylet, stack))
-        patched.setenv("RAY_gcs_server_port_wait_time_s", f"{HANGS:.0f}")
         patched.setenv(ADDRESS, address)
+        stack.enter_context(slow_starts())
         yield server.pid
 
 
-def with_known_ports(start_raylet: Callable[..., Any], stack: contextlib.ExitStack) -> Callable[..., Any]:
-    """`start_raylet` of a node that need not wait for its two agents' ports, which have 15 s to start."""
+@contextlib.contextmanager
+def slow_starts() -> Iterator[None]:
+    """Nodes that this process starts while the block runs may take minutes for it. Ray gives a node 30 s, and its two
+    agents 15 s to say which ports they took."""
+    import pytest
     from ray import _raylet
+    from ray._private import services
 
     from ports import held_port, number_of
+    from waiting import HANGS
 
-    def start(*given: Any, **named: Any) -> Any:
-        named["runtime_env_agent_port"] = number_of(stack.enter_context(held_port()))
-        node = inspect.signature(start_raylet).bind(*given, **named).arguments
-        for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):  # as the agent itself does later
-            _raylet.persist_port(node["session_dir"], node["node_id"], getattr(_raylet, f"{name}_PORT_NAME"), -1)
-        return start_raylet(*given, **named)
+    get_node, start_raylet = services.get_node, services.start_raylet
 
-    return start
-
-
-def patient(get_node: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """`get_node` that waits until the node has started."""
-
-    def wait(*given: Any) -> Any:
-        end = time.monotonic() + seconds
+    def get_node_once_started(*given: Any) -> Any:
+        end = time.monotonic() + HANGS
         while True:
             try:
                 return get_node(*given)
@@ -89,7 +80,19 @@ def patient(get_node: Callable[..., Any], seconds: float) -> Callable[..., Any]:
                     raise
                 time.sleep(0.05)
 
-    return wait
+    def start_with_known_ports(*given: Any, **named: Any) -> Any:
+        named["runtime_env_agent_port"] = number_of(stack.enter_context(held_port()))
+        node = inspect.signature(start_raylet).bind(*given, **named).arguments
+        for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):  # as the agent itself does later
+            _raylet.persist_port(node["session_dir"], node["node_id"], getattr(_raylet, f"{name}_PORT_NAME"), -1)
+        return start_raylet(*given, **named)
+
+    with contextlib.ExitStack() as stack:
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setattr(services, "get_node", get_node_once_started)
+        patched.setattr(services, "start_raylet", start_with_known_ports)
+        patched.setenv("RAY_gcs_server_port_wait_time_s", f"{HANGS:.0f}")
+        yield
 
 
 def ask(words: list[str]) -> None:

@@ -72,8 +72,8 @@ def connect(ray: Any, address: str | None = None, *, num_cpus: int | None = None
         where = f'at address = "{address}"' if address else "on this machine"
         or_here = ', or set cluster.address = "local" to have one started here' if address else ""
         raise UsageError(
-            f"no Ray {where}: {error}. Start one with `ray start --head` (and `ray start --address=...` on the other "
-            f"hosts){or_here}"
+            f"no Ray {where}: {str(error).rstrip('. ')}. Start one with `ray start --head` (and "
+            f"`ray start --address=...` on the other hosts){or_here}"
         ) from error
 
 
