@@ -36,8 +36,8 @@ _MODULES = ("aiohttp", "psutil", "grpc", "google.protobuf.message", "yaml", "jso
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[int]:
-    """Nodes that this process starts while the block runs fork their workers. Yields the process id of the workers'
-    parent."""
+    """Nodes that this process starts while the block runs fork their workers, and have the time of `slow_starts`.
+    Yields the process id of the workers' parent."""
     import pytest
     from ray._private import ray_constants
 
@@ -83,7 +83,8 @@ def slow_starts() -> Iterator[None]:
     def start_with_known_ports(*given: Any, **named: Any) -> Any:
         named["runtime_env_agent_port"] = number_of(stack.enter_context(held_port()))
         node = inspect.signature(start_raylet).bind(*given, **named).arguments
-        for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):  # as the agent itself does later
+        # As the agent of a Ray without the dashboard does later, which has none of these ports.
+        for name in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):
             _raylet.persist_port(node["session_dir"], node["node_id"], getattr(_raylet, f"{name}_PORT_NAME"), -1)
         return start_raylet(*given, **named)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from verbatim.rollouts.gateway.verifiers.serving import Reception, VerifiersServing
-from waiting import until
+from waiting import HANGS, until
 
 pytestmark = pytest.mark.realtime
 
@@ -100,7 +100,7 @@ def test_each_event_loop_has_a_lock_of_its_own_in_renderers():
         asyncio.run(episodes(name, meet))
 
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(run, name, lambda: both.wait(60)) for name in "ab"]:
+        for done in [threads.submit(run, name, lambda: both.wait(HANGS)) for name in "ab"]:
             done.result()
     run("c", lambda: None)
     for name in "abc":
