@@ -73,6 +73,17 @@ class TinyModel:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
         return self.publish(name)
 
+    def step_towards(self, token: int, name: str) -> Path:
+        """Make about every second id that is drawn this one, and publish. Head and embedding must share their weights.
+
+        What is added to all rows gives the hidden states a direction in common; this row gets more of it.
+        """
+        with torch.no_grad():
+            rows = self.model.get_input_embeddings().weight
+            rows.add_(0.45)
+            rows[token].add_(0.225)
+        return self.publish(name)
+
     def go_back(self) -> Path:
         """The first weights again."""
         self.model.load_state_dict(self._first)
