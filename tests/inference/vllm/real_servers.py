@@ -135,11 +135,12 @@ async def asking(url: str, route: str = "/inference/v1/generate") -> AsyncIterat
         await client.close()
 
 
-async def until_drawn(replica: VllmReplica, more: int) -> None:
-    """Wait until the server has drawn so many more tokens."""
-    begun = (await replica.load_metrics()).generated_tokens
+async def until_drawn(replica: VllmReplica, more: int, *, requests: int = 1) -> None:
+    """Wait until the server works on so many requests, and has drawn so many more tokens since."""
     async with asyncio.timeout(HANGS):
-        while (await replica.load_metrics()).generated_tokens < begun + more:  # noqa: ASYNC110 - it sets no event
+        while (found := await replica.load_metrics()).running < requests:  # noqa: ASYNC110 - the server sets no event
+            await asyncio.sleep(0.01)
+        while (await replica.load_metrics()).generated_tokens < found.generated_tokens + more:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -219,9 +219,9 @@ async def test_requests_in_flight_go_on_with_the_version_of_each_token(served: S
     old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     path = served.step(1e-2)
     running = [asyncio.create_task(replica.generate(request(ids, seed, max_tokens=LONG))) for seed in range(4)]
-    await until_drawn(replica, 20)
+    await until_drawn(replica, 20, requests=4)
     await replica.update_weights(path, 2)
-    await until_drawn(replica, 200)
+    await until_drawn(replica, 200, requests=4)
     await end_all_requests(served.url)
     new = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     for completion in await asyncio.gather(*running):
