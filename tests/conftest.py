@@ -17,6 +17,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
@@ -55,6 +56,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(DurationsTable())
     if config.getoption("--where-time-goes") or config.getoption("--check-realtime"):
         config.pluginmanager.register(RealtimeCheck(refuse=config.getoption("--check-realtime")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """The fixtures of a test draw the same numbers from torch and NumPy, whichever tests ran before it in its worker.
+
+    Those of `random` are left alone: Ray picks ports by them, and workers must not all pick the same.
+    """
+    np.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """The same for the test itself, whichever of its fixtures stood before it."""
+    pytest_runtest_setup()
 
 
 @pytest.hookimpl(trylast=True)  # once the tests that are not wanted are left out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from page_runs import HOSTILE, encoder, episode, make_page_run, outcome, step_me
 from serving_page import serving_page, serving_to
 from viewer_runs import make_run
 
+from verbatim.core.types import Turn
 from verbatim.logs.monitors.metrics_log import MetricsLog
 from verbatim.logs.outcomes.files import OutcomeFolder
 
@@ -159,6 +161,29 @@ def test_tokens_say_their_values_to_the_keyboard_and_the_link_names_them(page: P
     page.open(f"{url}/#/trajectory/0/t5-2?token={place}")
     page.wait("document.querySelector('.inspector h2 b')")
     assert text_of(page, ".inspector h2 b") == str(expected)
+
+
+@pytest.mark.slow
+def test_a_token_says_among_how_many_ids_it_was_drawn(page: Page, tmp_path: Path):
+    folder = make_page_run(tmp_path / "kept", steps=1)
+    encode = encoder(folder / "model")
+    a, b, c, *prompt = encode("abcuser: Say abc.")
+    turn = Turn(prompt_ids=prompt, completion_ids=[a, b, c], logprobs=[0.0, -0.5, -1.0], kept_sets=[[a], [a, b], []])
+    turns = {"kept": turn, "whole": replace(turn, kept_sets=None)}
+    scored = [outcome(episode(encode, name, turns=[turn], messages=[])) for name, turn in turns.items()]
+    OutcomeFolder(folder / "trajectories").write(2, scored)
+    some = ["1 id that top_p, top_k and min_p kept", "2 ids that top_p, top_k and min_p kept", "the whole vocabulary"]
+    drawn = "[...document.querySelectorAll('.inspector dt')].find(e => e.textContent === 'drawn among')"
+    with serving_to(page, folder) as address:
+        for name, said in (("kept", some), ("whole", [None] * 3)):
+            page.open("about:blank")
+            page.open(f"{address}/#/trajectory/0/{name}")
+            page.wait("document.querySelector('[data-testid=token]')")
+            page.evaluate("document.querySelector('.tokens').focus()")
+            for token, expected in enumerate(said):
+                page.wait(f"document.querySelector('.inspector')?.textContent.includes('sampled token {token}')")
+                assert page.evaluate(f"{drawn}?.nextSibling.textContent ?? null") == expected
+                page.press("ArrowRight")
 
 
 @pytest.mark.slow
