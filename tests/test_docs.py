@@ -37,6 +37,7 @@ from verbatim.run.alarms import make_watch
 from verbatim.run.build import make_loss
 from verbatim.run.rollouts import inference_settings
 from verbatim.run.tables import component_tables
+from waiting import HANGS
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_the_tutorial_shows_every_method_that_an_environment_may_have():
 @pytest.mark.parametrize("name", tutorial_environments())
 def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path, monkeypatch):
     monkeypatch.syspath_prepend(place)
-    report = check_environment(name, {}, CheckSettings(num_examples=2))
+    report = check_environment(name, {}, CheckSettings(num_examples=2, timeout=HANGS))
     assert report.findings == ()
     assert report.players["solution"].success == 1.0
 
@@ -203,7 +204,7 @@ def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path
 def test_the_class_with_tools_plays_with_the_table_beside_it(place: Path, monkeypatch):
     monkeypatch.syspath_prepend(place)
     (env,) = tomllib.loads(toml_about("my_vault.Vault"))["orchestrator"]["train"]["env"]
-    report = check_environment(env["import_path"], env["args"], CheckSettings(num_examples=2))
+    report = check_environment(env["import_path"], env["args"], CheckSettings(num_examples=2, timeout=HANGS))
     assert report.findings == ()
     assert report.num_examples == {"train": 100, "eval": 50}
     assert report.players["solution"].success == 1.0

@@ -174,7 +174,8 @@ def test_what_a_command_starts_is_forked_too_and_is_its_child():
     done = warm.run([sys.executable, "-c", PARENT], capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["0", "forked: CommandPopen"]
     assert done.stdout.startswith("verbatim ")
-    script = PARENT.replace('"--version"', '"view", "--no-open", "--port", "0", "."')
+    view = '"view", "--no-open", "--port", "0", "."], stdout=subprocess.DEVNULL'
+    script = PARENT.replace('"--version"]', view)
     script = script.replace("child.wait()", "child.pid, flush=True); sys.stdin.readline(")
     with warm.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())

@@ -260,13 +260,15 @@ def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monke
     async def main():
         asyncio.create_task(stubborn(), name="stubborn")  # noqa: RUF006
         asyncio.get_running_loop().run_in_executor(None, blocks)
-        await asyncio.sleep(0)
+        while not begun.is_set():  # noqa: ASYNC110 - else it may never run
+            await asyncio.sleep(0)
 
     def blocks():
+        begun.set()
         waited.append(has_ended.wait(HANGS))
         told.set()
 
-    has_ended, told, waited = threading.Event(), threading.Event(), []
+    begun, has_ended, told, waited = threading.Event(), threading.Event(), threading.Event(), []
     run_main(main())
     has_ended.set()
     assert told.wait(HANGS)

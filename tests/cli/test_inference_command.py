@@ -44,8 +44,8 @@ backend = "{backend}"
 
 
 def free_ports(count: int) -> int:
-    """The first of as many free ports in a row, below those that a system gives to programs that ask for any."""
-    first = 20_000 + os.getpid() % 1000 * 10
+    """The first of as many free ports in a row, above those that the system and `free_port` give to others."""
+    first = 61_000 + os.getpid() % 440 * 10
     while any(is_taken("127.0.0.1", port) for port in range(first, first + count)):
         first += count
     return first

@@ -4,7 +4,6 @@ sleeps."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import FILTERS, LOTS, build_tiny_model, workplace
+from e2e.tiny_runs import FILTERS, LOTS, build_tiny_model, steps_so_far, workplace
 from inference.vllm.double_server import fake_python
 from waiting import wait_until
 
@@ -75,13 +74,6 @@ def start(place: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             run.kill()
 
 
-def steps(place: Path) -> list[dict]:
-    """Steps of a run that may go on: its last line may be half written."""
-    path = place / "mine" / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == "train"]
-
-
 def log(place: Path) -> str:
     """The routes that servers were asked for."""
     return (place / "mine" / "logs" / "inference" / "replica_0.log").read_text()
@@ -125,16 +117,16 @@ def is_served(place: Path) -> bool:
 
 def test_sampler_and_trainer_take_turns_until_the_end_also_in_a_run_that_was_killed_and_goes_on(place):
     with start(place, "run.toml", "--run-dir", "mine", "--max-steps", "1000") as run:
-        wait_until(lambda: len(steps(place)) >= 3 or run.poll() is not None, LONGEST)
+        wait_until(lambda: len(steps_so_far(place / "mine")) >= 3 or run.poll() is not None, LONGEST)
         run.send_signal(signal.SIGKILL)
     wait_until(lambda: not is_served(place), LONGEST)  # the server may still write what it was asked last
-    done, first = len(steps(place)), log(place)
+    done, first = len(steps_so_far(place / "mine")), log(place)
     (place / "mine" / "config.toml").write_text(
         (place / "mine" / "config.toml").read_text().replace("max_steps = 1000", f"max_steps = {done + 2}")
     )
     with start(place, "mine/config.toml", "--resume", "mine") as run:
         assert run.wait(LONGEST) == 0
-    found = steps(place)
+    found = steps_so_far(place / "mine")
     assert [line["step"] for line in found] == list(range(1, done + 3)) and done >= 3
     for line in found:
         metrics = line["metrics"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -206,6 +207,7 @@ def test_a_second_ctrl_c_shows_the_cursor_again(place: Path):
     assert terminal.screen.cursor.hidden
     terminal.press_ctrl_c()
     terminal.until(lambda: terminal.has("again ends at once"))
-    terminal.press_ctrl_c()
+    with contextlib.suppress(OSError):  # the run may have ended by itself meanwhile
+        terminal.press_ctrl_c()
     assert terminal.end() == 130
     assert not terminal.screen.cursor.hidden

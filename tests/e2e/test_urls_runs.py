@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 
 import pytest
 
-from e2e.tiny_runs import LOTS, TOML, assert_ledger_adds_up, build_tiny_model, train_lines, trajectory_lines, workplace
+from e2e.tiny_runs import (
+    LOTS,
+    TOML,
+    assert_ledger_adds_up,
+    build_tiny_model,
+    steps_so_far,
+    train_lines,
+    trajectory_lines,
+    workplace,
+)
 from inference.serving import TorchServer
+from ports import held_port, number_of
 from verbatim.cli.main import main
 from verbatim.run import trainer_process
 
@@ -32,12 +41,12 @@ def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_pa
     ended = threading.Event()
 
     def strike() -> None:
-        while not (run / "metrics.jsonl").exists() or len(train_lines(run)) < 3:
+        while len(steps_so_far(run)) < 3:
             if ended.wait(0.02):
                 return
         one.stop()
-        seen = len(train_lines(run))
-        while len(train_lines(run)) < seen + 2 and not ended.wait(0.02):
+        seen = len(steps_so_far(run))
+        while len(steps_so_far(run)) < seen + 2 and not ended.wait(0.02):
             pass
         one.start()
 
@@ -89,12 +98,12 @@ def test_servers_are_asked_before_anything_is_prepared(tmp_path, monkeypatch, ca
     monkeypatch.setenv("SERVERS_KEY", "a-secret-key")
     monkeypatch.setattr(trainer_process, "trainer_inside", lambda *_: pytest.fail("the trainer is made"))
     model = build_tiny_model(tmp_path / "model")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    table = f'[inference.torch]\nurls = ["http://127.0.0.1:{port}"]\napi_key_env = "SERVERS_KEY"\n'
-    toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", table.replace("{", "{{").replace("}", "}}"))
-    with workplace(tmp_path, {"lots": LOTS}):
-        Path("run.toml").write_text(toml.format(model=model) + 'import_path = "lots.Lots"\n')
-        assert main(["rl", "run.toml"]) == 1
-        assert not list(Path().glob("runs/run/2*"))
+    with held_port() as held:
+        port = number_of(held)
+        table = f'[inference.torch]\nurls = ["http://127.0.0.1:{port}"]\napi_key_env = "SERVERS_KEY"\n'
+        toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", table.replace("{", "{{").replace("}", "}}"))
+        with workplace(tmp_path, {"lots": LOTS}):
+            Path("run.toml").write_text(toml.format(model=model) + 'import_path = "lots.Lots"\n')
+            assert main(["rl", "run.toml"]) == 1
+            assert not list(Path().glob("runs/run/2*"))
     assert f"127.0.0.1:{port}" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.test_vllm_runs import LONGEST, RUN, model, servers, start, train_steps
-from e2e.tiny_runs import LOTS, assert_ledger_adds_up, train_lines, trajectory_lines, workplace
+from e2e.test_vllm_runs import LONGEST, RUN, model, servers, start
+from e2e.tiny_runs import LOTS, assert_ledger_adds_up, steps_so_far, train_lines, trajectory_lines, workplace
 from inference.vllm.real_servers import ONE_PROCESS
 from waiting import wait_until
 
@@ -27,11 +27,11 @@ def test_a_run_with_adapters_is_sampled_by_vllm_leaves_no_server_when_it_is_kill
 ):
     with workplace(tmp_path, {"lots": LOTS}) as place:
         with start(place, model, steps=1000, replicas=1, text=LORA) as run:
-            wait_until(lambda: len(train_steps(place)) >= 3 or run.poll() is not None, LONGEST)
+            wait_until(lambda: len(steps_so_far(place / "mine")) >= 3 or run.poll() is not None, LONGEST)
             assert servers(place)
             run.kill()
         wait_until(lambda: servers(place) == [])
-        done = len(train_steps(place))
+        done = len(steps_so_far(place / "mine"))
         saved = max(int(path.name[5:]) for path in (place / "mine" / "checkpoints").glob("step_*"))
         assert saved in (done - 1, done)
         with start(place, model, "--resume", "--max-steps", str(done + 2), steps=1000, replicas=1, text=LORA) as run:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from e2e.tiny_runs import LOTS, workplace
+from e2e.tiny_runs import LOTS, train_lines, workplace
 from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
 from verbatim.config.schema import BuildConfig
 from verbatim.inference.vllm.process import free_port, make_process
@@ -115,15 +115,8 @@ def command(
             run.kill()
 
 
-def train_steps(place: Path) -> list[dict]:
-    """Steps of a run that may go on: its last line may be half written."""
-    path = place / "mine" / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == "train"]
-
-
 def assert_every_token_is_in_the_ledger(place: Path) -> None:
-    last = train_steps(place)[-1]["metrics"]
+    last = train_lines(place / "mine")[-1]["metrics"]
     dropped = sum(value for name, value in last.items() if name.startswith("ledger/dropped/"))
     booked = last["ledger/trained"] + last["ledger/masked_by_loss"] + dropped + last["ledger/pending"]
     assert last["ledger/sampled"] == booked > 0
@@ -143,7 +136,7 @@ def servers(place: Path) -> list[int]:
 def test_twenty_batches_are_sampled_by_vllm_and_trained(place, model):
     with start(place, model, steps=20, replicas=1) as run:
         assert run.wait(LONGEST) == 0
-    steps = train_steps(place)
+    steps = train_lines(place / "mine")
     assert [line["step"] for line in steps] == list(range(1, 21))
     for line in steps:
         metrics = line["metrics"]
@@ -241,7 +234,7 @@ def test_a_student_follows_a_teacher_behind_vllm(place, model, url):
     )
     with command(place, model, "rl", "run.toml", *options, steps=4) as run:
         assert run.wait(LONGEST) == 0
-    kl = [line["metrics"]["teacher_kl"] for line in train_steps(place)]
+    kl = [line["metrics"]["teacher_kl"] for line in train_lines(place / "mine")]
     assert len(kl) == 4
     assert abs(kl[0]) < 1e-5
     assert_every_token_is_in_the_ledger(place)

@@ -173,6 +173,13 @@ def train_lines(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
 
 
+def steps_so_far(run: Path) -> list[dict[str, Any]]:
+    """`train_lines` of a run that goes on: there may be no file yet, and its last line may be half written."""
+    path = run / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [line for line in map(json.loads, whole.splitlines()) if line["kind"] == "train"]
+
+
 def trajectory_lines(run: Path) -> list[dict[str, Any]]:
     """The training trajectories of a run, as JSON."""
     return [json.loads(json.dumps(plain(trajectory_to_json(t)))) for _, t in read_trajectories(run)]

@@ -5,8 +5,8 @@ import json
 import logging
 import re
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import huggingface_hub
@@ -35,7 +35,7 @@ def slept(tmp_path, monkeypatch):
     """The seconds that were waited: none pass. The cache is empty, and the hub may take its time."""
     seconds = []
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(source, "time", SimpleNamespace(sleep=seconds.append))
     monkeypatch.setattr(source, "_TIMEOUTS", (HANGS, 2 * HANGS))
     source._on_hub.cache_clear()
     yield seconds

@@ -85,7 +85,8 @@ class PlantedCopy:
     def __init__(self, place: Path, root: Path = ROOT) -> None:
         self._root, self._place, self._count = root, place, 0
         self.package = place / "src" / "verbatim"
-        shutil.copytree(root / "src" / "verbatim", self.package)  # with its bytecode
+        half_written = shutil.ignore_patterns("*.pyc.*")  # Python renames it when it is whole
+        shutil.copytree(root / "src" / "verbatim", self.package, ignore=half_written)  # with its bytecode
         self._clean: dict[tuple[str, ...], Outcome] = {}
         self._running: int | None = None
         """The process that runs tests now."""

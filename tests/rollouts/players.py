@@ -150,11 +150,15 @@ class SecondTurnsWait(ScriptedSampler):
 
     def __init__(self, first=0):
         super().__init__(script=two_turns, vocab_size=VOCAB_SIZE, context_length=500)
-        self.first, self.go_on = first, asyncio.Event()
+        self.first, self.go_on, self.num_waiting = first, asyncio.Event(), 0
 
     async def generate(self, request):
         if len(self.requests) >= self.first and 259 in request.prompt_ids.tolist():
-            await self.go_on.wait()
+            self.num_waiting += 1
+            try:
+                await self.go_on.wait()
+            finally:
+                self.num_waiting -= 1
         return await super().generate(request)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ports import held_port, number_of
 from rollouts.chat_server import ChatServer, Raw, call, chat_server
 from rollouts.clocks import set_forward
 from verbatim import StopReason, Trajectory
@@ -94,7 +95,9 @@ def test_a_faulty_server_changes_no_trajectory_and_each_fault_is_counted_where_i
 def test_a_server_that_is_down_fails_each_trajectory_and_says_how():
     with chat_server() as server:
         pass
-    results = rollout_of(server, retries=2)([ask("1 2"), ask("3")])
+    with held_port() as held:  # another test is not given it meanwhile
+        server.url = f"http://127.0.0.1:{number_of(held)}/v1"
+        results = rollout_of(server, retries=2)([ask("1 2"), ask("3")])
     assert [r["stop_reason"] for r in results] == ["api_error"] * 2
     assert [r["truncated"] for r in results] == [True] * 2
     assert [r["turns"] for r in results] == [0, 0]

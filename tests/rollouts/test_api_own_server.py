@@ -20,6 +20,7 @@ import pytest
 
 from e2e.tiny_runs import SIZES as TINY
 from inference.vllm.real_servers import LONGEST_START, ONE_PROCESS, SMALL_CACHE
+from ports import held_port, number_of
 from verbatim import Trajectory, build_samples
 from verbatim.environments.tools import ToolManager
 from verbatim.inference import SamplingParams
@@ -105,8 +106,8 @@ def process(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def verbatim_serve(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`verbatim serve` on a free port of this machine, and its address."""
+def verbatim_serve(model: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`verbatim serve` on a port of this machine (0: on a free one), and its address."""
     with process(
         sys.executable,
         "-m",
@@ -114,7 +115,7 @@ def verbatim_serve(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         "serve",
         str(model),
         "--port",
-        "0",
+        str(port),
         "--name",
         "adds",
         "--deterministic",
@@ -264,7 +265,7 @@ def test_a_server_that_dies_in_the_middle_fails_trajectories_and_loses_none(mode
 
 
 def test_ctrl_c_ends_the_server_cleanly(model: Path):
-    with verbatim_serve(model) as (started, url):
+    with held_port() as held, verbatim_serve(model, number_of(held)) as (started, url):
         started.send_signal(signal.SIGINT)
         assert started.wait(timeout=HANGS) == 0
         with pytest.raises(OSError, match="refused"):

@@ -335,8 +335,7 @@ async def test_a_worker_ends_with_its_pool_and_programs_that_its_environment_lea
         programs = [int(path.name.partition("-")[2]) for path in tmp_path.glob("program-*")]
         pids = pool.pids
         assert len(programs) == 2 and all(map(runs, [*programs, *pids]))
-    assert not any(map(runs, pids))
-    await until(lambda: not any(map(runs, programs)))
+    await until(lambda: not any(map(runs, [*pids, *programs])))
 
 
 @in_one_loop

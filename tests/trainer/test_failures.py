@@ -17,6 +17,7 @@ import pytest
 from trainer_helpers import make_batch
 
 import warm
+from ports import held_port, number_of
 from stored_runs import tiny_model
 from verbatim.config import make_config
 from verbatim.core.errors import ModelError, RunStopped, UsageError
@@ -243,9 +244,9 @@ def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, tmp_pat
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
     }
-    with soon():
+    with soon(), held_port() as held:
+        variables["MASTER_PORT"] = str(number_of(held))
         started = [
             start_faulty(
                 [sys.executable, "-m", "verbatim.cli", "sft", "guess.toml"],
@@ -262,17 +263,6 @@ def test_processes_of_a_launcher_end_at_once_with_the_same_status(place, tmp_pat
                 process.kill()
     assert [process.returncode for process in started] == [status, status], outputs
     assert re.search(said, " ".join(outputs[0].split())), outputs[0]
-
-
-def free_port():
-    """Below those that the system gives to others, so that it is still free when rank 0 listens there."""
-    port = 20_000 + os.getpid() % 12_000
-    while True:
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            port += 1
 
 
 def _raises(error):

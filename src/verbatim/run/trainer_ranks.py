@@ -313,9 +313,14 @@ class _Others:
                 self._processes[rank] = start(command, environment=variables, stdout=log, stderr=log)
         limit = max(config.trainer.parallel.deadline, _START_SECONDS)
         until = time.monotonic() + limit
-        while missing := [rank for rank in self._processes if not store.check([f"ready/{rank}"])]:
-            if ended := self.ended():
-                raise RunStopped("; ".join(f"rank {rank} of the trainer {how}" for rank, how in ended.items()))
+        while True:
+            ended = self.ended()
+            missing = [rank for rank in self._processes if not store.check([f"ready/{rank}"])]
+            if not missing:
+                return store
+            # A rank that was ready, then ended, has recorded why, and `Failures` says it.
+            if gone := [f"rank {rank} of the trainer {ended[rank]}" for rank in missing if rank in ended]:
+                raise RunStopped("; ".join(gone))
             if time.monotonic() > until:
                 names = (f"rank {rank} of the trainer (process {self._processes[rank].pid})" for rank in missing)
                 raise RunStopped(
@@ -323,7 +328,6 @@ class _Others:
                     f"{last_lines(self._log(missing[0]))}"
                 )
             time.sleep(_POLL)
-        return store
 
     def ended(self) -> dict[int, str]:
         """How each process that has exited ended, with the last lines of its log, by rank."""

@@ -25,7 +25,7 @@ from aiohttp import web
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
-from verbatim.inference.http.protocol import UNKNOWN_LOGPROB
+from verbatim.inference.http.protocol import GENERATE, UNKNOWN_LOGPROB
 from verbatim.inference.vllm.command import PLUGIN
 from waiting import HANGS
 
@@ -151,7 +151,7 @@ class VllmDouble:
             ("/collective_rpc", self._rpc),
             ("/sleep", self._sleep),
             ("/wake_up", self._wake_up),
-            ("/inference/v1/generate", self._generate),
+            (GENERATE, self._generate),
         ):
             app.router.add_post(path, answer)
         return app
@@ -414,7 +414,7 @@ class VllmDouble:
         scored = params.get("prompt_logprobs") is not None
         cached, weights = (0, None) if scored else self._cached(salt, prompt)
         content, versions, masks, ids, of_prompt = [], [], [], list(prompt), None
-        rng = np.random.default_rng(params.get("seed", len(self.calls)))
+        rng = np.random.default_rng(params.get("seed", self.calls.count(GENERATE)))
         for _ in range(params["max_tokens"]):
             await asyncio.sleep(0)  # others work
             while len(content) >= self._most_drawn or not self.running.is_set():

@@ -74,7 +74,7 @@ async def test_a_run_in_processes_trains_the_trajectories_of_a_local_one_also_wh
     ledger = orchestrator.ledger_for_tests
     async with nothing_left_behind(), in_processes(orchestrator, sampler, "rollouts.players.Doublings") as pool:
         running = asyncio.create_task(orchestrator.run())
-        await until(lambda: len(sampler.requests) == 12 + 6)
+        await until(lambda: sampler.num_waiting == 6)
         os.kill(pool.pids[0], signal.SIGKILL)
         await until(lambda: ledger.dropped["lost_worker"])
         ledger.check(orchestrator.dispatcher.num_pending_tokens)

@@ -85,7 +85,7 @@ async def test_a_run_on_actors_trains_the_trajectories_of_a_local_one_also_when_
         on_actors(orchestrator, sampler, "rollouts.players.Doublings") as player,
     ):
         running = asyncio.create_task(orchestrator.run())
-        await until(lambda: len(sampler.requests) == 12 + 6)
+        await until(lambda: sampler.num_waiting == 6)
         os.kill(player.pids[0], signal.SIGKILL)
         await until(lambda: ledger.dropped["lost_worker"])
         ledger.check(orchestrator.dispatcher.num_pending_tokens)
@@ -110,7 +110,7 @@ async def test_a_run_whose_actors_are_all_gone_stops_and_can_be_resumed(local_ra
     orchestrator, notes, _ = make(tmp_path, sampler=sampler, steps=6)
     async with nothing_left_behind(), on_actors(orchestrator, sampler, FLIPS, folder=str(tmp_path)) as player:
         running = asyncio.create_task(orchestrator.run())
-        await until(lambda: sampler.num_in_flight >= 4)
+        await until(lambda: sampler.num_in_flight >= 4 and orchestrator.step >= 1)
         (tmp_path / "refuse").touch()
         for pid in player.pids:
             os.kill(pid, signal.SIGKILL)

@@ -93,9 +93,10 @@ class Failures:
         self._store.set(_key("process", self._rank), f"{os.getpid()} on {socket.gethostname()}")
         until = time.monotonic() + self._deadline
         while missing := [rank for rank in range(self._size) if not self._store.check([_key("process", rank)])]:
+            ended = self._ended()  # before the failures: a rank records its failure, then ends
             if (failure := self.first()) is not None:
                 raise failure.error(self.name(failure.rank))
-            if ended := self._ended():
+            if ended:
                 raise RunStopped(self.named(ended))
             if time.monotonic() > until:
                 raise RunStopped(
