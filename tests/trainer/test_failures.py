@@ -14,6 +14,7 @@ from pathlib import Path
 
 import parallel_jobs as jobs
 import pytest
+import torch.distributed as dist
 from trainer_helpers import make_batch
 
 import warm
@@ -176,6 +177,31 @@ def test_a_refusal_that_only_rank_1_sees_is_a_refusal_that_names_it(place, qwen)
 def test_a_rank_that_fails_before_they_have_met_is_named_at_once(place, qwen, fault, said):
     plant(**fault)
     with pytest.raises((RunStopped, UsageError), match="(?s)" + said), soon(), two(qwen):
+        pass
+
+
+def test_a_rank_that_says_why_and_ends_between_two_looks_of_rank_0_is_named_with_its_reason(place, qwen, monkeypatch):
+    said = "rank 1 of the trainer failed: another version"
+
+    def says_why_and_ends(store):
+        failures.Failures(store, 1, 2).tell(UsageError("another version"))
+        return {1: "ended with status 2"}
+
+    store = dist.HashStore()
+    with pytest.raises(UsageError, match=said):
+        failures.Failures(store, 0, 2, ended=lambda: says_why_and_ends(store)).introduce()
+
+    def start(command, *, environment, **files):
+        """A process that has been ready, has said why and has ended once rank 0 looks whether it has ended."""
+        host, _, port = environment[trainer_ranks.STORE].rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False)
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        process.poll = lambda: (store.set("ready/1", ""), says_why_and_ends(store), 2)[-1]
+        return process
+
+    monkeypatch.setattr(trainer_ranks, "start", start)
+    with pytest.raises(UsageError, match=said), open_ranks(config_of(qwen), Path("logs")):
         pass
 
 
