@@ -318,7 +318,7 @@ class _Others:
             missing = [rank for rank in self._processes if not store.check([f"ready/{rank}"])]
             if not missing:
                 return store
-            # A rank that was ready, then ended, has recorded why, and `Failures` says it.
+            # A rank that was ready and then ended is named by `Failures.introduce`, which also knows its reason.
             if gone := [f"rank {rank} of the trainer {ended[rank]}" for rank in missing if rank in ended]:
                 raise RunStopped("; ".join(gone))
             if time.monotonic() > until:

@@ -323,7 +323,7 @@ async def test_the_directory_has_a_size(start: Start):
 
 
 async def test_memory_is_limited(start: Start, monkeypatch):
-    """Each process by itself: nobody looks at what they hold together."""
+    """Tests the limit of each process; the watch that adds up all processes is off."""
     monkeypatch.setattr(module, "WATCH", MemoryWatch(interval=HANGS))
     sandbox = await start(memory_mb=64)
     assert "0" in (await sandbox.run("head -c 200M /dev/zero | tail -c 200M | wc -c")).output.split()
