@@ -39,6 +39,7 @@ _MODULES = (
     "safetensors.torch",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
+    "pandas",
     "PIL.BmpImagePlugin",
     "PIL.GifImagePlugin",
     "PIL.JpegImagePlugin",

@@ -177,6 +177,7 @@ def _import_everything() -> None:
         "faults.strikes",
         "faults.recorder",
         "httpx",
+        "pandas",
         "safetensors.torch",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.llama.modeling_llama",
