@@ -39,7 +39,7 @@ _MODULES = (
     "safetensors.torch",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
-    "pandas",
+    "pandas",  # pyarrow imports it to write outcomes
     "PIL.BmpImagePlugin",
     "PIL.GifImagePlugin",
     "PIL.JpegImagePlugin",

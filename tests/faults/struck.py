@@ -1,5 +1,5 @@
 """`verbatim ...` that is struck at a chosen moment, or recorded, in processes forked from one that has imported
-everything and has read a configuration: half a second of the processor each.
+everything and has read a configuration: a tiny run takes about a second of the processor.
 
     python struck.py        the server: a request a line on standard input, two answers a line on standard output
 
@@ -177,7 +177,7 @@ def _import_everything() -> None:
         "faults.strikes",
         "faults.recorder",
         "httpx",
-        "pandas",
+        "pandas",  # pyarrow imports it to write outcomes
         "safetensors.torch",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.llama.modeling_llama",
