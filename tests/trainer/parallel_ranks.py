@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -73,6 +74,7 @@ class Crew:
         for process in self.processes:
             process.kill()
             process.wait()
+        shutil.rmtree(self.folder)
 
 
 @contextlib.contextmanager

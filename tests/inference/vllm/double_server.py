@@ -78,7 +78,8 @@ def _end(host: subprocess.Popen[bytes]) -> None:
 
 
 def become_a_server(path: str) -> dict[str, list[str]]:
-    """Serve until standard input ends; only the children come back from here, with what they were asked for."""
+    """Serve until standard input ends, and remove the folder of the socket. Only the children come back from here, with
+    what they were asked for."""
     for name in ("aiohttp.web", "transformers.models.qwen3.modeling_qwen3", "inference.vllm.vllm_double"):
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
@@ -90,6 +91,8 @@ def become_a_server(path: str) -> dict[str, list[str]]:
         while True:
             ready, _, _ = select.select([listener, 0], [], [])
             if 0 in ready:
+                Path(path).unlink()
+                Path(path).parent.rmdir()
                 os._exit(0)
             asking, _ = listener.accept()
             if os.fork() == 0:
