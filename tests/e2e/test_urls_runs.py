@@ -21,12 +21,37 @@ from inference.serving import TorchServer
 from ports import held_port, number_of
 from verbatim.cli.main import main
 from verbatim.run import trainer_process
+from waiting import wait_until
+
+pytestmark = pytest.mark.realtime
 
 SERVERS = """\
 [inference.torch]
 urls = ["{one}", "{other}"]
 api_key_env = "SERVERS_KEY"
 """
+
+
+HELD = (
+    LOTS
+    + '''
+from pathlib import Path
+
+
+class Held(Lots):
+    """After the episodes of four steps no more begin until the file `struck` is there, and then after those of ten no
+    more until `mended` is there: the steps between them are sampled by one server."""
+
+    num_started = 0
+
+    async def start(self, example, seed):
+        self.num_started += 1
+        for steps, name in ((4, "struck"), (10, "mended")):
+            while self.num_started > 8 * steps and not Path(name).exists():
+                await asyncio.sleep(0.01)
+        return await super().start(example, seed)
+'''
+)
 
 
 @pytest.mark.slow
@@ -38,27 +63,27 @@ def test_a_run_goes_on_while_one_of_two_servers_is_lost_and_started_again(tmp_pa
     table = SERVERS.format(one=one.url, other=other.url)
     toml = TOML.replace("[inference.torch]\nmax_batch_size = 8\n", table).replace("max_steps = 2", "max_steps = 14")
     run = tmp_path / "run"
-    ended = threading.Event()
 
     def strike() -> None:
-        while len(steps_so_far(run)) < 3:
-            if ended.wait(0.02):
-                return
-        one.stop()
-        seen = len(steps_so_far(run))
-        while len(steps_so_far(run)) < seen + 2 and not ended.wait(0.02):
-            pass
-        one.start()
+        try:
+            wait_until(lambda: len(steps_so_far(run)) >= 3)
+            one.stop()
+            seen = len(steps_so_far(run))
+            (tmp_path / "struck").touch()
+            wait_until(lambda: len(steps_so_far(run)) >= seen + 2)
+            one.start()
+            wait_until(lambda: one.engine is not None and one.engine.policy_version > 0)
+        finally:
+            for name in ("struck", "mended"):
+                (tmp_path / name).touch()
 
     striking = threading.Thread(target=strike)
-    with workplace(tmp_path, {"lots": LOTS}):
-        text = toml.format(model=model) + 'import_path = "lots.Lots"\nargs = { delay = 0.05 }\n'
-        Path("run.toml").write_text(text)
+    with workplace(tmp_path, {"lots": HELD}):
+        Path("run.toml").write_text(toml.format(model=model) + 'import_path = "lots.Held"\n')
         striking.start()
         try:
             assert main(["rl", "run.toml", "--run-dir", str(run)]) == 0
         finally:
-            ended.set()
             striking.join()
             for server in (one, other):
                 server.stop()
