@@ -30,6 +30,7 @@ from longest import longest_first
 from realtime import RealtimeCheck
 from token_identity import watched
 from verbatim.core import imports
+from waiting import HANGS
 
 settings.register_profile("searching", deadline=None)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -93,6 +94,12 @@ def commands_are_warm() -> Iterator[None]:
     """`python -m verbatim.cli ...` is forked from a process that has imported everything (warm.py)."""
     with warm.commands():
         yield
+
+
+@pytest.fixture
+def nothing_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`env check` blames no code for its time: on a busy machine any code may take long on the clock."""
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_the_tutorial_shows_every_method_that_an_environment_may_have():
 @pytest.mark.realtime
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tutorial_environments())
-def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path, monkeypatch):
+def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path, monkeypatch, nothing_blocks: None):
     monkeypatch.syspath_prepend(place)
     report = check_environment(name, {}, CheckSettings(num_examples=2, timeout=HANGS))
     assert report.findings == ()
@@ -201,7 +201,7 @@ def test_nothing_is_wrong_with_the_tutorials_environments(name: str, place: Path
 
 @pytest.mark.realtime
 @pytest.mark.slow
-def test_the_class_with_tools_plays_with_the_table_beside_it(place: Path, monkeypatch):
+def test_the_class_with_tools_plays_with_the_table_beside_it(place: Path, monkeypatch, nothing_blocks: None):
     monkeypatch.syspath_prepend(place)
     (env,) = tomllib.loads(toml_about("my_vault.Vault"))["orchestrator"]["train"]["env"]
     report = check_environment(env["import_path"], env["args"], CheckSettings(num_examples=2, timeout=HANGS))

@@ -364,7 +364,7 @@ def test_each_trains_from_one_line_of_toml(model: Path, tmp_path: Path, monkeypa
     [("Vault", {"data": CODES}), ("HotCold", {"num_train": 6, "num_eval": 2}), ("exact", {"data": SUMS})],
 )
 @pytest.mark.realtime
-def test_env_check_plays_each(name: str, args: Mapping[str, Any], warm_replay: None):
+def test_env_check_plays_each(name: str, args: Mapping[str, Any], warm_replay: None, nothing_blocks: None):
     report = check_environment(f"environments.brought.{name}", args, CheckSettings(num_examples=2, timeout=HANGS))
     assert [finding.kind for finding in report.findings] in ([], ["score_constant"])
     assert report.players["random"].episodes > 0

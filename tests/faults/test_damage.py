@@ -96,6 +96,7 @@ def test_a_resume_that_checks_nothing_is_found(place: Place, expected: Path, eac
     assert each(functools.partial(damaged, place, expected, plant), [chosen]) != [[]]
 
 
+@pytest.mark.campaign
 def test_whole_checkpoints_under_each_others_names_are_refused(place: Place, expected: Path, each, campaign):
     """What they hold is not what their names say."""
     run = place.new()

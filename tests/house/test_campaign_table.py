@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,6 +38,24 @@ def test_every_campaign_is_in_the_table():
     listed = [path for path in campaigns() if any(path.is_relative_to(name) for name in named)]
     assert len(listed) > 30
     assert sorted(set(campaigns()) - set(listed)) == []
+
+
+def test_what_counts_its_cases_as_a_campaign_or_has_two_sizes_is_one():
+    """`make campaigns` runs only what is marked."""
+    found = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "campaign" not in text and "sized" not in text:
+            continue
+        body = ast.parse(text).body
+        of_all = " ".join(ast.unparse(node) for node in body if isinstance(node, ast.Assign))
+        for test in (node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            marks = " ".join(map(ast.unparse, test.decorator_list))
+            asks = "campaign" in [argument.arg for argument in test.args.args] or "sized(" in marks
+            marked = "mark.campaign" in of_all + marks or "drawn(" in marks
+            if test.name.startswith("test_") and asks and not marked:
+                found.append(f"{path.name}::{test.name}")
+    assert found == []
 
 
 def test_every_path_of_the_table_has_a_campaign():

@@ -265,7 +265,9 @@ def test_an_environment_that_shows_nothing_is_passed_over_where_another_shows_so
 
 @pytest.mark.slow
 @pytest.mark.realtime
-def test_the_first_run_of_the_gateways_page_is_accepted(models: Path, tmp_path: Path, capsys, monkeypatch):
+def test_the_first_run_of_the_gateways_page_is_accepted(
+    models: Path, tmp_path: Path, capsys, monkeypatch, nothing_blocks
+):
     """It shows no demonstrations, and a pretrained model needs none; its programs are not played without a sampler."""
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
     table = re.search(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]

@@ -118,6 +118,7 @@ async def test_logprobs_are_the_trainers_over_twenty_updates_of_two_replicas_tha
     assert largest <= TOLERANCE
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("fault", "size"),
     sized(

@@ -15,11 +15,11 @@ from inspection.envcheck.forked_replay import warm_replay
 from verbatim.cli.main import main
 from verbatim.environments import ENVIRONMENTS, EXTRAS
 from verbatim.inspection.envcheck import KINDS, CheckSettings, check_environment
-from verbatim.inspection.envcheck.watch import LoopWatch
+from verbatim.inspection.envcheck.watch import BLOCKED, LoopWatch
 from waiting import HANGS
 
 __all__ = ["warm_replay"]
-pytestmark = pytest.mark.realtime
+pytestmark = [pytest.mark.realtime, pytest.mark.usefixtures("nothing_blocks")]
 QUICK = CheckSettings(num_examples=3, timeout=HANGS)
 
 
@@ -90,6 +90,7 @@ class Noted(dict[str, float]):
 @pytest.mark.slow
 def test_a_tool_that_blocks_is_found_with_its_place(monkeypatch, warm_replay):
     """It blocks until it was seen."""
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", BLOCKED)
 
     class Watch(LoopWatch):
         def __init__(self, *given, **more):
@@ -116,6 +117,7 @@ def test_code_that_never_gives_the_loop_back_is_given_up(monkeypatch):
 )
 def test_code_is_at_fault_for_the_time_in_which_it_was_looked_at(looks, blocked, monkeypatch):
     """In ten seconds without a look the machine stood still."""
+    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", BLOCKED)
     now, left = [100.0], list(looks)
 
     class LooksOnly:
@@ -165,9 +167,7 @@ NEED_MORE = (*EXTRAS, "single_turn", "judged", "program")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name not in NEED_MORE])
-def test_the_bundled_environments_are_clean(name: str, capsys, monkeypatch):
-    """Whether code blocks is measured on the clock, so a busy machine may find it anywhere: it has its own tests."""
-    monkeypatch.setattr("verbatim.inspection.envcheck.watch.BLOCKED", HANGS)
+def test_the_bundled_environments_are_clean(name: str, capsys):
     args = {"limits": {"timeout": HANGS}} if name == "terminal" else {}
     settings = {"examples": 2, "timeout": HANGS, "args": json.dumps(args)}
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]

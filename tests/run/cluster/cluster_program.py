@@ -95,6 +95,8 @@ class Striker:
 
     def on_step(self, step: int, metrics: dict[str, float], distributions: Any) -> None:
         self.world.begun.set()
+        if step == self.world.plan.steps - 1:  # the run does not end before it was struck as often as it should be
+            wait_until(lambda: len(self.world.struck) >= self.world.plan.random_kills)
         for what in self.world.plan.kills.get(step, []):
             self.world.strike(what)
 
