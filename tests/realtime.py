@@ -2,7 +2,8 @@
 
 Such a test can fail because the machine is busy, so it carries the marker `realtime`, as every test does that waits
 for something to happen elsewhere; `make stress` runs these again and again on a busy machine. With `--check-realtime`
-a test without the marker that starts a process, binds or connects fails, and is told to carry it.
+a test without the marker that starts a process, binds or connects fails, and is told to carry it. Not in CI: of several
+tests that share a process, the one that runs first starts it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COMPILERS = {"cc", "gcc", "clang"}
 class RealtimeCheck:
     """Watches what each test asks of the system; a fixture of a wider scope asks for all tests that use it.
 
-    The events of other threads do not count: a thread may be an earlier test's.
+    What threads ask for counts if the test started them: others may be an earlier test's.
 
     Args:
         refuse: Whether a test fails that asks for something and lacks the marker.
@@ -43,11 +44,26 @@ class RealtimeCheck:
         self._refuse = refuse
         self._seen: list[str] = []
         self._main = threading.get_ident()
+        self._tests = 0
+        self._threads: dict[int, int] = {}  # the test in which each was started
         self._fixtures: dict[object, str] = {}
+        self._start = threading.Thread.start
+        threading.Thread.start = lambda thread: self._started(thread)  # type: ignore[method-assign]
         sys.addaudithook(self._note)
 
+    def _started(self, thread: threading.Thread) -> None:
+        run, test = thread.run, self._tests
+
+        def noted() -> None:
+            self._threads[threading.get_ident()] = test
+            run()
+
+        thread.run = noted  # type: ignore[method-assign]
+        self._start(thread)
+
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in EVENTS and threading.get_ident() == self._main:
+        thread = threading.get_ident()
+        if event in EVENTS and (thread == self._main or self._threads.get(thread) == self._tests):
             if event == "subprocess.Popen" and os.path.basename(os.fsdecode(arguments[0])) in COMPILERS:
                 return
             self._seen.append(EVENTS[event])
@@ -66,6 +82,7 @@ class RealtimeCheck:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Forget what the test before asked for."""
+        self._tests += 1
         self._seen.clear()
 
     @pytest.hookimpl(wrapper=True, trylast=True)

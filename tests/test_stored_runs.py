@@ -11,6 +11,7 @@ import pytest
 import stored_runs
 from waiting import HANGS
 
+pytestmark = pytest.mark.realtime
 WORKERS = 4
 
 

@@ -30,7 +30,12 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("warm_server.py")
-COMMANDS = ("verbatim.cli", "verbatim.run.trainer_rank", "verbatim.inference.http.render_pool")
+COMMANDS = (
+    "verbatim.cli",
+    "verbatim.run.trainer_rank",
+    "verbatim.run.speed_trial",
+    "verbatim.inference.http.render_pool",
+)
 """What is forked wherever a test, or a command, starts it."""
 
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "MALLOC_")

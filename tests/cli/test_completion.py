@@ -103,6 +103,7 @@ def test_the_lines_for_a_shell_are_printed(shell: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
+@warm.cold("bash starts a program of the path")
 def test_bash_reads_its_lines_and_completes(tmp_path: Path):
     """The registered function is called as bash calls it, with a `verbatim` on the path."""
     command = tmp_path / "bin" / "verbatim"

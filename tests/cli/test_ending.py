@@ -245,6 +245,7 @@ def test_a_background_task_that_exits_does_not_end_the_main_one(caplog):
     ]
 
 
+@pytest.mark.realtime
 def test_a_background_task_that_ignores_its_cancellation_is_not_waited_for(monkeypatch, caplog):
     monkeypatch.setattr("verbatim.rollouts.main_loop.PATIENCE", 0.1)
     gc.collect()  # asyncio would say here what became of tasks of earlier tests

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from e2e.tiny_runs import build_tiny_model
+from ports import held_port, number_of
 from verbatim.cli import inference_command
 from verbatim.cli.main import main
 from verbatim.core.errors import SamplerFault
@@ -262,7 +263,8 @@ def test_the_steps_of_an_installation(tmp_path, monkeypatch):
 @pytest.mark.realtime
 def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")
-    port = free_ports(1)
+    held = held_port()
+    port = number_of(held)
     command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", str(port), "--api-key-env", "K"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "K": "a-long-secret"}

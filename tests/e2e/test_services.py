@@ -17,6 +17,7 @@ from e2e.tiny_runs import LOTS, TOML, build_tiny_model, train_lines, workplace
 from logs.monitors.test_mlflow import Read as ReadMlflow
 from logs.monitors.test_tensorboard import Read as ReadTensorboard
 from logs.monitors.wandb_file import WandbRecord, read_wandb_file
+from ports import held_port, number_of
 from verbatim.cli.main import main
 from waiting import wait_until
 
@@ -242,17 +243,17 @@ monitor.close()
 
 
 def test_a_server_that_cannot_be_reached_leaves_an_offline_record(tmp_path: Path):
-    """Port 9 of the loopback: nothing listens there."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env = {**inherited, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
-    done = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
+    with held_port() as held:
+        address = f"http://127.0.0.1:{number_of(held)}"
+        done = subprocess.run(
+            [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+            env={**inherited, "WANDB_BASE_URL": address, "WANDB_API_KEY": "0123456789" * 4},
+            capture_output=True,
+            text=True,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
     assert "W&B: the service cannot be used (" in done.stderr
     assert "0123456789" not in done.stderr
     (path,) = records(tmp_path)

@@ -253,6 +253,7 @@ async def test_a_random_opponent_is_in_no_trajectory():
     assert {t.reward for t in assembled.group.trajectories} <= {1.0, -1.0}
 
 
+@pytest.mark.realtime
 async def test_an_opponent_behind_an_api_is_in_no_trajectory_and_its_cost_is_counted():
     replies = iter(["[3]", "[4]"] * 2)
     with chat_server(script=lambda body: {"content": next(replies)}) as server:
@@ -270,6 +271,7 @@ async def test_an_opponent_behind_an_api_is_in_no_trajectory_and_its_cost_is_cou
     assert asked[1]["content"] == "[3]"
 
 
+@pytest.mark.realtime
 async def test_an_opponent_that_does_not_answer_fails_the_game_alone():
     with chat_server(fault=lambda body, tries: Raw(status=400, body="no")) as server:
         environment = TextArena(game="TicTacToe-v0", seat=0, opponent={"model": "big", "base_url": server.url})

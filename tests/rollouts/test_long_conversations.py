@@ -13,6 +13,8 @@ from verbatim.rollouts import AgentLoop, EpisodeLimits, Recorder
 from verbatim.rollouts.loop import EpisodeOver
 from waiting import HANGS
 
+pytestmark = pytest.mark.realtime
+
 SHORT = [{"role": "user", "content": "hi"}]
 MANY = [{"role": "user", "content": "hi"}] * 129
 MUCH = [{"role": "user", "content": "x" * 50_001}]

@@ -29,6 +29,7 @@ from verbatim.run import run_log
 from verbatim.run.orchestrator.evaluate import Evaluation
 from verbatim.run.run_log import RunLog
 from verbatim.run.summary import summary_of
+from waiting import HANGS
 
 # ---- the logs and the checkpoints
 
@@ -497,12 +498,13 @@ def test_a_resumed_run_that_keeps_no_trajectories_cuts_the_evaluated_ones_all_th
     assert [step for step, _ in read_evaluated(folder.path)] == [1, 1]
 
 
+@pytest.mark.realtime
 def test_a_step_does_not_wait_until_its_trajectories_are_written_and_a_checkpoint_does(folder, monkeypatch):
     may_write, written = threading.Event(), []
     write = OutcomeFolder.write
 
     def slow(files: OutcomeFolder, step: int, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        assert may_write.wait(60)
+        assert may_write.wait(HANGS)
         write(files, step, outcomes)
         written.append(step)
 

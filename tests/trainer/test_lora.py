@@ -213,10 +213,14 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(qwen, tmp_path)
     second.load_state(tmp_path / "state")
     for seed in (2, 3):
         second.train_batch(make_batch(seed))
+    compared = set()
     for (name, a), (_, b) in zip(second.model.named_parameters(), straight.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+        assert straight.optimizer.state.get(b, {}).keys() == second.optimizer.state.get(a, {}).keys()
         for key, value in straight.optimizer.state.get(b, {}).items():
             assert torch.equal(second.optimizer.state[a][key], value), (name, key)
+            compared.add(key)
+    assert compared == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(

@@ -318,12 +318,16 @@ def test_a_source_whose_opening_is_cancelled_leaves_nothing_behind(tmp_path):
             McpTools.stdio("sleep", ["infinity"], connect_timeout=0.2),
             "sleep infinity: its server did not answer within 0.2 s",
         ),
-        (McpTools.http("http://127.0.0.1:9/mcp"), "its server cannot be reached: ConnectError"),
     ],
 )
 def test_a_server_that_is_not_there_is_refused_when_the_source_is_opened(source, says):
     with pytest.raises(ComponentError, match=says):
         source.open()
+
+
+def test_an_address_where_nothing_listens_is_refused_when_the_source_is_opened():
+    with held_port() as port, pytest.raises(ComponentError, match="its server cannot be reached: ConnectError"):
+        McpTools.http(f"http://127.0.0.1:{port}/mcp").open()
 
 
 # ---- over HTTP

@@ -94,6 +94,7 @@ async def test_a_tool_that_raises_is_an_answer_and_a_tool_that_exits_too():
         assert len(outcome.message["content"]) < 600
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("how", ["thread", "inline", "async", "inline, awaited"])
 @pytest.mark.parametrize("error", [ValueError, ToolFailed, SystemExit, asyncio.CancelledError])
 async def test_what_a_tool_held_that_raised_is_freed_with_the_outcome(how, error):

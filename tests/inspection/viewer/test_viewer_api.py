@@ -475,14 +475,11 @@ async def test_every_answer_keeps_browsers_strict(folder: Path):
 
 
 async def test_the_server_listens_on_the_loopback_only(folder: Path):
-    from verbatim.inference.http.server import own_address
-
+    """Which has more addresses than 127.0.0.1: what listens on every address answers at 127.0.0.2 too."""
     async with serving(folder) as client:
         port = client.url.rpartition(":")[2]
-        if (address := own_address()).startswith("127.") or not address[0].isdigit():
-            pytest.skip("this machine has no other address")
         with pytest.raises(aiohttp.ClientConnectorError):
-            await client.session.get(f"http://{address}:{port}/api/runs")
+            await client.session.get(f"http://127.0.0.2:{port}/api/runs")
 
 
 @pytest.mark.parametrize("hosts", [b"host: 127.0.0.1\r\nhost: evil.example\r\n", b"", b"host: a\r\nhost: a\r\n"])

@@ -36,7 +36,8 @@ def test_the_curve_has_rewards_by_step_and_success_by_environment(metrics: Path)
 
 @pytest.mark.slow
 def test_the_first_and_last_evaluation_and_the_constant_policy_are_marked(metrics: Path, monkeypatch, tmp_path: Path):
-    figure = pytest.importorskip("matplotlib.figure")
+    from matplotlib import figure
+
     drawn = []
     save = figure.Figure.savefig
 
@@ -87,7 +88,8 @@ def test_failed_episodes_do_not_part_success_from_a_reward_of_0_or_1(tmp_path: P
 
 @pytest.mark.slow
 def test_the_picture_has_axes_for_reward_and_for_success(tmp_path: Path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
+    from matplotlib import figure
+
     drawn = []
     monkeypatch.setattr(
         figure.Figure, "savefig", lambda self, path, **_: (drawn.append(self), Path(path).write_bytes(b""))
@@ -103,14 +105,12 @@ def test_the_picture_has_axes_for_reward_and_for_success(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("curve", [Curve(), Curve(evals={"e": [(0, 0.5)]}), Curve(rewards=[(1, math.nan)])])
 def test_a_short_run_is_drawn_too(curve: Curve, tmp_path: Path):
-    pytest.importorskip("matplotlib")
     draw_curve(curve, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
 
 
 def test_the_monitor_draws_after_each_evaluation(metrics: Path, tmp_path: Path):
-    pytest.importorskip("matplotlib")
     monitor = LearningCurve(metrics, tmp_path / "curve.png")
     monitor.on_step(1, {})
     assert not (tmp_path / "curve.png").exists()

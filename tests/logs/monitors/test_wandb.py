@@ -169,6 +169,7 @@ def test_a_service_that_cannot_be_reached_is_a_warning_and_an_offline_record(
     )
 
 
+@pytest.mark.realtime
 def test_a_service_that_answers_before_its_monitor_is_made_is_the_same_warning(
     tmp_path: Path, fake_wandb: FakeWandb, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,6 +1,6 @@
 """Every tensor is made on a device that its code names, so that nothing meets a tensor of another device on a GPU.
 
-`tests/trainer/test_fake_cuda.py` and `tests/inference/test_fake_cuda.py` run the same code on fake CUDA tensors.
+`tests/cuda` runs the same code on fake CUDA tensors.
 """
 
 from __future__ import annotations
