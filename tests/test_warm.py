@@ -212,15 +212,11 @@ def test_asyncio_starts_commands_as_subprocess_does():
 
 
 def test_another_verbatim_is_not_taken_for_this_one(tmp_path: Path):
-    (tmp_path / "verbatim" / "cli").mkdir(parents=True)
+    (tmp_path / "verbatim").mkdir()
     (tmp_path / "verbatim" / "__init__.py").touch()
-    (tmp_path / "verbatim" / "cli" / "__init__.py").touch()
-    (tmp_path / "verbatim" / "cli" / "__main__.py").write_text("print('another')")
     for options in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
-        done = subprocess.run(
-            [sys.executable, "-m", "verbatim.cli"], capture_output=True, text=True, check=True, **options
-        )
-        assert done.stdout == "another\n"
+        with pytest.raises(ValueError, match="is another Verbatim; start it"):
+            subprocess.run([sys.executable, "-m", "verbatim.cli"], check=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -257,5 +253,8 @@ def test_other_programs_are_started_as_usual():
     assert subprocess.run(["/bin/true"], check=False).returncode == 0
     script = "import sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"False\n"
-    with pytest.raises(FileNotFoundError):
+
+
+def test_a_command_that_would_start_cold_is_refused():
+    with pytest.raises(ValueError, match="there is no folder /no/such/folder; start it by subprocess, in `with cold"):
         subprocess.run([sys.executable, "-m", "verbatim.cli"], cwd="/no/such/folder", check=False)

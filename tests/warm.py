@@ -2,7 +2,8 @@
 of the processor, not eight.
 
 Each worker of pytest has one server, started when it is first needed. While tests run, `subprocess.Popen` (so also
-`subprocess.run` and asyncio's processes) asks it for the commands of `COMMANDS`; any other program is started as usual.
+`subprocess.run` and asyncio's processes) asks it for the commands of `COMMANDS`, and refuses one that cannot be forked;
+any other program is started as usual.
 `warm.Popen` and `warm.run` ask it for `python -c` and `python FILE` too, which pays for scripts that import torch.
 
 A forked process is a child of the one that asked, and is as a new one in its arguments, folder, environment, streams,
@@ -114,10 +115,13 @@ class Popen(NewProcess):  # type: ignore[type-arg]
 
 
 class CommandPopen(Popen):
-    """Forks `COMMANDS` where it can; all else is a new process."""
+    """Forks `COMMANDS`; all else is a new process, and so is what a process starts that was made by os.fork."""
 
-    def _cannot(self, problem: str, *given: Any) -> None:
-        NewProcess._execute_child(self, *given)  # type: ignore[attr-defined]
+    def _cannot(self, problem: str, args: Any, *given: Any) -> None:
+        of_ours = isinstance(args, list) and args[0] == sys.executable and script(args)[:1] == ["-m"]
+        if of_ours and script(args)[1] in COMMANDS and (server is None or server.is_ours()):
+            super()._cannot(problem, args, *given)
+        NewProcess._execute_child(self, args, *given)  # type: ignore[attr-defined]
 
     def _fork(self, args: list[str], options: Mapping[str, Any]) -> None:
         what, name = [*script(args), ""][:2]
