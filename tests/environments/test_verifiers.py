@@ -139,6 +139,7 @@ async def test_tools_of_a_real_mcp_server_are_called_and_the_next_prompt_extends
     sampler = scripted(tokenizer, calls_add)
     environment = make(model, config={"taskset": {"with_tools": True}})
     trajectories = await play(environment, sampler, tokenizer, example=1)
+    assert len(trajectories) == 2
     for trajectory in trajectories:
         assert trajectory.error is None
         assert trajectory.reward == 2.5  # 1 + 2, as the task asks
@@ -194,6 +195,7 @@ async def test_a_fault_of_the_engine_is_an_error_of_its_trajectory_alone(model, 
 async def test_several_agents_are_recorded_under_their_names_and_a_judge_is_context_only(model, tokenizer):
     sampler = scripted(tokenizer, lambda prompt: "yes<|im_end|>" if "judge" in prompt else "11<|im_end|>")
     trajectories = await play(make(model, taskset="judged-taskset"), sampler, tokenizer)
+    assert len(trajectories) == 2
     for trajectory in trajectories:
         assert trajectory.error is None
         assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"judged": 1.0})
