@@ -356,6 +356,7 @@ LIGHT = (
 )
 
 
+@pytest.mark.realtime
 def test_the_light_packages_import_neither_torch_nor_transformers():
     script = (
         "import importlib, sys\n"
