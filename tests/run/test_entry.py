@@ -150,6 +150,7 @@ def test_a_run_inside_a_running_event_loop_has_its_own(place):
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 def test_the_trainers_process_imports_what_this_one_can(place, model, monkeypatch, capfd):
     (place / "modules").mkdir()
     (place / "lots.py").rename(place / "modules" / "far_lots.py")

@@ -65,6 +65,7 @@ def test_the_gradient_is_that_of_layers_that_are_not_compiled(tmp_path, num_laye
     gradients_agree(model, [shared_prefixes(), make_batch(1)], **settings)
 
 
+@pytest.mark.realtime
 def test_layers_that_are_made_into_programs_have_the_gradient_too(tmp_path):
     """One layer and one batch of rows, because the C++ compiler needs seconds for each piece. The campaign compiles
     trees too."""

@@ -77,6 +77,7 @@ SMALL = [("10 million", "rows", 1), ("10 million", "tree", 2)]
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize(("size", "packing", "processes"), sized(SMALL, CASES))
+@pytest.mark.realtime
 def test_a_step_takes_what_was_planned(peaks, folder, size, packing, processes):
     lengths = {**LENGTHS[size], "vocab_size": SHAPES[size]["vocab_size"]}
     settings = {"micro_batch_tokens": TOKENS[size], "packing": packing}
@@ -96,6 +97,7 @@ CHECKPOINTED, BFLOAT16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
         [(CHECKPOINTED, True), (BFLOAT16, False), (BFLOAT16 | CHECKPOINTED, True), ({"logprob_chunk": 4096}, False)],
     ),
 )
+@pytest.mark.realtime
 def test_settings_that_change_the_memory_change_the_plan(peaks, folder, settings, much):
     lengths = {"num_groups": 1, "group_size": 8, "length": 512, "shared": 128, "vocab_size": 4096}
     source, usual = folder("10 million"), {"packing": "rows", "micro_batch_tokens": 4096}
@@ -106,6 +108,7 @@ def test_settings_that_change_the_memory_change_the_plan(peaks, folder, settings
 
 
 @pytest.mark.slow
+@pytest.mark.realtime
 def test_a_reference_is_counted_whole(peaks, folder):
     lengths = {"num_groups": 1, "group_size": 8, "length": 256, "shared": 64, "vocab_size": 4096}
     source = folder("10 million")

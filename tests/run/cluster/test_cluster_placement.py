@@ -333,6 +333,7 @@ def test_a_run_that_the_cluster_cannot_hold_is_refused(a_cluster, file: str, cap
 
 
 @pytest.mark.extras
+@pytest.mark.realtime
 def test_config_refuses_a_cluster_that_cannot_be_reached(unconnected, file: str, capsys):
     assert main(["config", file]) == 2
     assert 'no Ray at address = "127.0.0.1:1"' in capsys.readouterr().err
@@ -347,6 +348,7 @@ def test_plan_shows_the_placement(a_cluster, file: str, capsys):
 
 @pytest.mark.slow
 @pytest.mark.extras
+@pytest.mark.realtime
 def test_plan_works_where_the_cluster_cannot_be_reached_and_says_so(unconnected, file: str, capsys):
     assert main(["plan", file, "--gpu", "h100", "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["cluster"]
