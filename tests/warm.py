@@ -115,12 +115,15 @@ class Popen(NewProcess):  # type: ignore[type-arg]
 
 
 class CommandPopen(Popen):
-    """Forks `COMMANDS`; all else is a new process, and so is what a process starts that was made by os.fork."""
+    """Forks `COMMANDS`, and refuses those that cannot be forked. All else is a new process; so are commands where there
+    is no Linux, and those of a process that was made by os.fork."""
 
     def _cannot(self, problem: str, args: Any, *given: Any) -> None:
-        of_ours = isinstance(args, list) and args[0] == sys.executable and script(args)[:1] == ["-m"]
-        if of_ours and script(args)[1] in COMMANDS and (server is None or server.is_ours()):
-            super()._cannot(problem, args, *given)
+        could = _LINUX and (server is None or server.is_ours())
+        if could and isinstance(args, list) and args[0] == sys.executable:
+            what, name = [*script(args), "", ""][:2]
+            if what == "-m" and name in COMMANDS:
+                super()._cannot(problem, args, *given)
         NewProcess._execute_child(self, args, *given)  # type: ignore[attr-defined]
 
     def _fork(self, args: list[str], options: Mapping[str, Any]) -> None:

@@ -263,12 +263,14 @@ def test_the_steps_of_an_installation(tmp_path, monkeypatch):
 @pytest.mark.realtime
 def test_a_torch_backend_is_served_until_it_is_told_to_end(file, tmp_path):
     build_tiny_model(tmp_path / "model")
-    held = held_port()
-    port = number_of(held)
-    command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--port", str(port), "--api-key-env", "K"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "K": "a-long-secret"}
-    ) as child:
+    command = [sys.executable, "-m", "verbatim.cli", "inference", str(file), "--api-key-env", "K", "--port"]
+    env = {**os.environ, "K": "a-long-secret"}
+    with (
+        held_port() as held,
+        subprocess.Popen(
+            [*command, str(port := number_of(held))], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        ) as child,
+    ):
         assert child.stdout is not None
         url = child.stdout.readline().strip()
         assert url == f"http://127.0.0.1:{port}"
