@@ -36,6 +36,7 @@ PATIENT = SandboxLimits(timeout=HANGS)
 def no_deadline_of_a_sandbox_passes_by_itself(monkeypatch):
     monkeypatch.setattr(sandbox_module, "START_SECONDS", HANGS)
     monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", HANGS)
+    monkeypatch.setattr("verbatim.rollouts.episode.CLOSING", 2 * HANGS)  # an episode closes its sandbox
 
 
 async def episode(*completions, max_turns: int = 16) -> Trajectory:

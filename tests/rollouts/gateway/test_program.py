@@ -121,6 +121,12 @@ class Clock:
         await until(lambda: any(text in program.outcome().stdout for program in self.programs))
 
 
+@pytest.fixture(autouse=True)
+def no_deadline_of_a_program_passes_by_itself(monkeypatch):
+    monkeypatch.setattr("verbatim.rollouts.gateway.program.process.START_SECONDS", HANGS)
+    monkeypatch.setattr("verbatim.rollouts.gateway.program.environment.SCORE_SECONDS", HANGS)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     return Clock(monkeypatch)
