@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 import threading
 import time
@@ -95,11 +94,7 @@ def exchange_tools() -> str:
 def serve(port: int) -> None:
     import uvicorn
 
-    with socket.socket() as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the test holds the port, and does not listen
-        own.bind(("127.0.0.1", port))
-        app = server.streamable_http_app(host="127.0.0.1")
-        uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[own])
+    uvicorn.run(server.streamable_http_app(host="127.0.0.1"), host="127.0.0.1", port=port, log_level="critical")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 
 from byte_renderer import END, VOCAB_SIZE, ByteRenderer, say
 from byte_renderer import call as ask
+from ports import held_port, number_of
 from verbatim.core.errors import ComponentError, UsageError
 from verbatim.core.types import ToolCall
 from verbatim.environments.tools import McpTools, ToolManager
@@ -64,15 +65,6 @@ def http_server(port):
     finally:
         process.kill()
         process.wait()
-
-
-@contextlib.contextmanager
-def held_port():
-    """A port that no other program takes meanwhile, and nothing listens on."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 # ---- what it offers and answers
@@ -326,8 +318,8 @@ def test_a_server_that_is_not_there_is_refused_when_the_source_is_opened(source,
 
 
 def test_an_address_where_nothing_listens_is_refused_when_the_source_is_opened():
-    with held_port() as port, pytest.raises(ComponentError, match="its server cannot be reached: ConnectError"):
-        McpTools.http(f"http://127.0.0.1:{port}/mcp").open()
+    with held_port() as held, pytest.raises(ComponentError, match="its server cannot be reached: ConnectError"):
+        McpTools.http(f"http://127.0.0.1:{number_of(held)}/mcp").open()
 
 
 # ---- over HTTP
@@ -339,7 +331,7 @@ def test_over_http_it_is_the_same_also_after_the_server_was_restarted(monkeypatc
 
     client, managers = mcp_session.Client, []
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(held_port())
+        port = number_of(stack.enter_context(held_port()))
         with http_server(port) as url:
             for mode in ("auto", "legacy"):
                 monkeypatch.setattr(mcp_session, "Client", functools.partial(client, mode=mode))
