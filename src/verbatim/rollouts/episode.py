@@ -195,7 +195,8 @@ class EpisodeRun:
 
     def _was_left_behind(self) -> None:
         """Record that the environment's code ignored its cancellation. What the code does from now on does not
-        count."""  # The abandoned code still has a reference to the dialogue and may append to it, so keep a copy.
+        count."""
+        # The abandoned code still has a reference to the dialogue and may append to it, so keep a copy.
         self._dialogue = copy.copy(self._dialogue)
         self._dialogue.messages, self._dialogue.info = list(self._dialogue.messages), dict(self._dialogue.info)
         if self._closing:
