@@ -1,4 +1,5 @@
-"""Runs tests again and again on a machine that has no time for them, and says which failed.
+"""Runs tests again and again on a machine that has no time for them, and says which failed, and what pytest warned of:
+an exception on a thread fails no test.
 
     python tests/stress.py --rounds 20 --loops 4 -- -m "realtime and not vllm"
     python tests/stress.py --rounds 1 --loops 4 --nice 19 -- -m "realtime and not vllm"
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
+WARNED = re.compile(r"^=+ warnings summary =+$\n(.+?)^-- Docs: ", re.MULTILINE | re.DOTALL)
 ENDED = re.compile(r"^(?=.*\b(?:passed|failed|error))(.+) in [\d.]+s.*$", re.MULTILINE)
 
 
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
             ended = ENDED.findall(done.stdout)
             result = ended[-1] if ended else "no result"
             print(f"round {number}: {result}, {time.monotonic() - began:.0f} s", flush=True)
+            for warnings in WARNED.findall(done.stdout):
+                print(warnings.rstrip(), flush=True)
             if names or not ended:
                 print(done.stdout[-20_000:], done.stderr[-2000:], flush=True)
     for name, count in failed.most_common():
