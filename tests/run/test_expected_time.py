@@ -14,7 +14,6 @@ from verbatim.core.types import TrainingSample
 from verbatim.run import expected_time
 from verbatim.run.environments import Environments
 from verbatim.run.expected_time import Trial, TrialOrder, announce, duration, expected, is_measured, lines
-from verbatim.run.rollouts import inference_settings
 
 TRIAL = Trial(
     threads=1,
@@ -88,18 +87,19 @@ def test_small_models_and_models_elsewhere_are_not_measured(config, tmp_path):
     assert is_measured(small)
     assert not is_measured(small.model_copy(update={"cluster": ClusterConfig()}))
     assert is_measured(small.model_copy(update={"cluster": ClusterConfig(roles=())}))
-    inference = config.inference.model_copy(
-        update={"torch": inference_settings(config).model_copy(update={"urls": ("http://127.0.0.1:1",)})}
-    )
-    assert not is_measured(small.model_copy(update={"inference": inference}))
+    assert not is_measured(small.model_copy(update={"inference": with_keys(config, urls=["http://127.0.0.1:1"])}))
+
+
+def with_keys(config, **keys):
+    """[inference] with these keys of [inference.torch] replaced."""
+    return config.inference.model_copy(update={"torch": {**config.inference.model_extra["torch"], **keys}})
 
 
 def with_dtypes(config):
     """The recipe's configuration without "auto", and without adapters."""
-    settings = inference_settings(config).model_copy(update={"dtype": "float32"})
     return config.model_copy(
         update={
-            "inference": config.inference.model_copy(update={"torch": settings}),
+            "inference": with_keys(config, dtype="float32"),
             "trainer": config.trainer.model_copy(update={"dtype": "float32", "lora": None}),
         }
     )
