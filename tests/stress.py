@@ -1,5 +1,5 @@
-"""Runs tests again and again on a machine that has no time for them, and says which failed, and what pytest warned of:
-an exception on a thread fails no test.
+"""Runs tests again and again on a machine that has no time for them, and says which failed. It also shows pytest's
+warnings, because an exception on a thread fails no test and is only a warning.
 
     python tests/stress.py --rounds 20 --loops 4 -- -m "realtime and not vllm"
     python tests/stress.py --rounds 1 --loops 4 --nice 19 -- -m "realtime and not vllm"

@@ -15,6 +15,9 @@ from verbatim.run import expected_time
 from verbatim.run.environments import Environments
 from verbatim.run.expected_time import Trial, TrialOrder, announce, duration, expected, is_measured, lines
 
+RECIPE = recipes()["smollm2_calculator"]
+IN_FLOAT32 = {"inference": {"torch": {"dtype": "float32"}}, "trainer": {"dtype": "float32", "lora": None}}
+
 TRIAL = Trial(
     threads=1,
     sequences=64,
@@ -33,7 +36,7 @@ TRIAL = Trial(
 
 @pytest.fixture
 def config():
-    return load_config(recipes()["smollm2_calculator"])
+    return load_config(RECIPE)
 
 
 def test_a_side_that_is_left_alone_has_all_cores(config):
@@ -77,9 +80,9 @@ def test_memory_that_the_machine_lacks_is_said(config):
     assert "too little" in lines(config, huge, expected(config, huge, cores=2, shares=True))[2]
 
 
-def test_small_models_and_models_elsewhere_are_not_measured(config, tmp_path):
-    model = config.model.model_copy(update={"name": str(tmp_path)})
-    small = config.model_copy(update={"model": model})
+def test_small_models_and_models_elsewhere_are_not_measured(tmp_path):
+    model = {"model": {"name": str(tmp_path)}}
+    small = load_config(RECIPE, settings=model)
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     assert not is_measured(small)
     with (tmp_path / "model.safetensors").open("r+b") as file:
@@ -87,22 +90,8 @@ def test_small_models_and_models_elsewhere_are_not_measured(config, tmp_path):
     assert is_measured(small)
     assert not is_measured(small.model_copy(update={"cluster": ClusterConfig()}))
     assert is_measured(small.model_copy(update={"cluster": ClusterConfig(roles=())}))
-    assert not is_measured(small.model_copy(update={"inference": with_keys(config, urls=["http://127.0.0.1:1"])}))
-
-
-def with_keys(config, **keys):
-    """[inference] with these keys of [inference.torch] replaced."""
-    return config.inference.model_copy(update={"torch": {**config.inference.model_extra["torch"], **keys}})
-
-
-def with_dtypes(config):
-    """The recipe's configuration without "auto", and without adapters."""
-    return config.model_copy(
-        update={
-            "inference": with_keys(config, dtype="float32"),
-            "trainer": config.trainer.model_copy(update={"dtype": "float32", "lora": None}),
-        }
-    )
+    elsewhere = {"inference": {"torch": {"urls": ["http://127.0.0.1:1"]}}}
+    assert not is_measured(load_config(RECIPE, settings={**model, **elsewhere}))
 
 
 def sample(*ids: int, trained: int) -> TrainingSample:
@@ -121,11 +110,11 @@ def sample(*ids: int, trained: int) -> TrainingSample:
 
 @pytest.mark.slow
 @pytest.mark.realtime
-def test_a_measurement_that_fails_does_not_stop_the_run(config, monkeypatch, caplog):
+def test_a_measurement_that_fails_does_not_stop_the_run(monkeypatch, caplog):
     """Started as a program, as a run does it, whose model is not there."""
     monkeypatch.setattr(expected_time, "is_measured", lambda config: True)
     monkeypatch.setattr(expected_time, "like_episodes", lambda *args: [[sample(1, 2, 3, trained=1)]])
-    made = with_dtypes(config.model_copy(update={"model": config.model.model_copy(update={"name": "/no/such/model"})}))
+    made = load_config(RECIPE, settings={**IN_FLOAT32, "model": {"name": "/no/such/model"}})
     console = Console(record=True)
     announce(made, Environments(train={}, eval={}), console)
     assert console.export_text() == ""
@@ -134,7 +123,7 @@ def test_a_measurement_that_fails_does_not_stop_the_run(config, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_real_passes_are_measured_and_batches_counted(config, qwen_folder, monkeypatch):
+def test_real_passes_are_measured_and_batches_counted(qwen_folder, monkeypatch):
     """Eight groups of eight. Both conversations begin with 10 tokens; each then has 5 of its own and 4 trained ones.
     The eight groups are two different conversations: 10 + 2 x 9 tokens if a group's members are alike. If not, each of
     64 members has its 4: 10 + 2 x 5 + 64 x 4."""
@@ -142,9 +131,12 @@ def test_real_passes_are_measured_and_batches_counted(config, qwen_folder, monke
 
     monkeypatch.setattr(speed_trial, "SECONDS", 0.05)
     one, other = (sample(*range(10), *range(20 + k, 29 + k), trained=4) for k in (0, 1))
-    small = with_dtypes(config)
     found = speed_trial.measure(
-        TrialOrder(config=dump_config(small), model=str(qwen_folder), conversations=[[one], [other]])
+        TrialOrder(
+            config=dump_config(load_config(RECIPE, settings=IN_FLOAT32)),
+            model=str(qwen_folder),
+            conversations=[[one], [other]],
+        )
     )
     assert found.sequences == 64
     assert (found.fewest_trained, found.most_trained, found.sampled_per_episode) == (28, 276, 4.0)
